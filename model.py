@@ -1,0 +1,489 @@
+"""The Transformer as modules: attention, feed-forward, block, stack, the two models, and the KV cache.
+
+One `Block` and one `Stack` are a GPT, a Llama, a Mistral or the encoder-decoder of 2017 by `ModelConfig` alone. Modules
+hold parameters and sizes; masks, positions, memories and caches are arguments. Shape letters: see attention.py.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention import (
+    KERNELS,
+    Mask,
+    apply_rotary,
+    attention_weights,
+    rotary_angles,
+    rotary_temperature,
+    sinusoidal_encoding,
+)
+from config.schema import ModelConfig
+
+Observer = Callable[[int, str, Tensor], None]  # layer, "self" | "cross" | "encoder", weights (B, H, T, S)
+
+
+class MultiHeadAttention(nn.Module):
+    """Concat(head_1, ..., head_H) W_O with head_h = Attention(X W_Q, Y W_K, Y W_V) ("Attention Is All You Need", 3.2.2).
+
+    Self-attention when Y is X, cross-attention when Y is another sequence; single-head, multi-head, grouped-query and
+    multi-query by the numbers of heads.
+    """
+
+    def __init__(self, config: ModelConfig, scale: float):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.scale = config.n_head, config.n_kv_head, scale
+        self.kernel = KERNELS[config.kernel]
+        query_width, key_width = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+        self.q_proj = nn.Linear(config.d_model, query_width, bias=config.bias)
+        self.k_proj = nn.Linear(config.d_model, key_width, bias=config.bias)
+        self.v_proj = nn.Linear(config.d_model, key_width, bias=config.bias)
+        self.o_proj = nn.Linear(query_width, config.d_model, bias=config.bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def keys_values(self, y: Tensor, angles: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What `y` (B, S, C) offers to be looked at: keys and values, (B, G, S, D) each, keys rotated by `angles`."""
+        k = self.k_norm(_split_heads(self.k_proj(y), self.n_kv_head))
+        v = _split_heads(self.v_proj(y), self.n_kv_head)
+        return (k if angles is None else apply_rotary(k, angles)), v
+
+    def forward(
+        self, x: Tensor, k: Tensor, v: Tensor, mask: Mask, angles: Tensor | None = None, observe=None
+    ) -> Tensor:
+        """The queries of `x` (B, T, C) on keys and values (B, G, S, D) -> (B, T, C); `observe` is given the weights."""
+        q = self.q_norm(_split_heads(self.q_proj(x), self.n_head))  # (B, H, T, D)
+        if angles is not None:
+            q = apply_rotary(q, angles)
+        if observe is not None:
+            observe(attention_weights(q, k, mask, self.scale))
+        heads = self.kernel(q, k, v, mask, self.scale)
+        return self.o_proj(heads.transpose(1, 2).flatten(2))  # (B, T, C)
+
+
+def _split_heads(x: Tensor, n_head: int) -> Tensor:
+    return x.unflatten(-1, (n_head, -1)).transpose(1, 2)  # (B, T, n_head * D) -> (B, n_head, T, D)
+
+
+ACTIVATIONS = {
+    "relu": F.relu,
+    "gelu": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+    "swiglu": F.silu,
+}
+
+
+class FeedForward(nn.Module):
+    """down(f(up(x))), or for swiglu down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        self.gated = config.activation == "swiglu"
+        if self.gated:
+            self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
+        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
+        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gated:
+            return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.up_proj(x)))
+
+
+class Block(nn.Module):
+    """Self-attention, cross-attention where there is a memory, feed-forward; each with Add & Norm around it."""
+
+    def __init__(self, config: ModelConfig, cross: bool):
+        super().__init__()
+        self.pre_norm = config.norm_position == "pre"
+        self.dropout = nn.Dropout(config.dropout)
+        self.attention = MultiHeadAttention(config, config.attention_scale * rotary_temperature(config.rope_scaling))
+        self.attention_norm = _norm(config)
+        if cross:
+            self.cross_attention = MultiHeadAttention(config, config.attention_scale)
+            self.cross_norm = _norm(config)
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_norm = _norm(config)
+
+    def add_norm(self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.pre_norm:
+            return x + self.dropout(sublayer(norm(x)))
+        return norm(x + self.dropout(sublayer(x)))
+
+    def forward(self, x, mask, angles=None, update=None, memory=None, memory_mask=None, observe=None) -> Tensor:
+        """x (B, T, C) -> (B, T, C). `update` files new keys and values in a cache and returns all that may be seen;
+
+        `memory` is the keys and values of the source; `observe(kind, weights)` sees the attention maps.
+        """
+
+        def self_attention(x):
+            k, v = self.attention.keys_values(x, angles)
+            if update is not None:
+                k, v = update(k, v)
+            return self.attention(x, k, v, mask, angles, observe and partial(observe, "self"))
+
+        def cross_attention(x):
+            return self.cross_attention(x, *memory, memory_mask, observe=observe and partial(observe, "cross"))
+
+        x = self.add_norm(x, self.attention_norm, self_attention)
+        if memory is not None:
+            x = self.add_norm(x, self.cross_norm, cross_attention)
+        return self.add_norm(x, self.feed_forward_norm, self.feed_forward)
+
+
+def _norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.d_model, config.norm_eps, bias=config.bias)
+    return nn.RMSNorm(config.d_model, config.norm_eps)
+
+
+class Memory(NamedTuple):
+    """An encoded source: hidden states (B, S, C) and how many of each row are real (B,), None when all are."""
+
+    hidden: Tensor
+    lengths: Tensor | None
+
+
+class Stack(nn.Module):
+    """Embedding, positions, blocks and the final norm: an encoder or a decoder by `causal` and `cross`."""
+
+    def __init__(self, config: ModelConfig, n_layer: int, causal: bool, cross: bool = False):
+        super().__init__()
+        self.config, self.causal = config, causal
+        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        if config.position == "learned":
+            self.position = nn.Embedding(config.max_seq_len, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, cross) for _ in range(n_layer))
+        self.norm = _norm(config) if config.norm_position == "pre" else nn.Identity()
+
+    def forward(self, tokens: Tensor, lengths=None, memory: Memory | None = None, cache=None, observe=None) -> Tensor:
+        """tokens (B, T) -> the last hidden states (B, T, C)."""
+        n_query = tokens.shape[1]
+        if cache is None:
+            pos, end = torch.arange(n_query, device=tokens.device), n_query
+            # Causal rows padded on the right need no lengths: no real token ever looks at what comes after it.
+            key_pos = None if self.causal or lengths is None else _padded_pos(lengths, n_query)
+            window = self.config.window if self.causal else None
+            mask = Mask(n_query, n_query, self.causal, window, key_pos=key_pos, device=tokens.device)
+        else:
+            step = cache.plan(tokens, lengths)
+            pos, end, mask = step.pos, step.end, step.mask
+        x, angles = self.embedding(tokens, pos, end), self.angles(pos)
+        memory_mask = None if memory is None else _memory_mask(memory, n_query)
+        for layer, block in enumerate(self.blocks):
+            x = block(
+                x,
+                mask,
+                angles,
+                update=None if cache is None else partial(step.update, layer),
+                memory=None if memory is None else _memory_keys_values(block, layer, memory, cache),
+                memory_mask=memory_mask,
+                observe=observe and partial(observe, layer),
+            )
+        if cache is not None:
+            step.finish()
+        return self.norm(x)
+
+    def embedding(self, tokens: Tensor, pos: Tensor, end: int) -> Tensor:
+        """Tokens (B, T) at positions (T,) or (B, T), the last real one being `end` - 1 -> (B, T, C)."""
+        x = self.embed(tokens)
+        if self.config.position == "sinusoidal":
+            x = x * math.sqrt(self.config.d_model) + sinusoidal_encoding(pos, self.config.d_model).to(x.dtype)
+        elif self.config.position == "learned":
+            if end > self.config.max_seq_len:
+                raise ValueError(f"position = learned ends at max_seq_len = {self.config.max_seq_len}, asked for {end}")
+            x = x + self.position(pos.clamp(max=self.config.max_seq_len - 1))  # only padding is ever clamped
+        return self.dropout(x)
+
+    def angles(self, pos: Tensor) -> Tensor | None:
+        if self.config.position != "rope":
+            return None
+        return rotary_angles(pos, self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
+
+    def init_weights(self) -> None:
+        """Embeddings and matrices N(0, 0.02), those that write to the residual stream smaller by sqrt(2 layers).
+
+        With sinusoidal positions the embedding is N(0, 1/sqrt(d_model)), which the forward pass scales to one.
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif "norm" in name:
+                nn.init.ones_(parameter)
+            elif name == "embed.weight" and self.config.position == "sinusoidal":
+                nn.init.normal_(parameter, std=self.config.d_model**-0.5)
+            else:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * len(self.blocks)) if residual else 0.02)
+
+
+def _padded_pos(lengths: Tensor, n_key: int) -> Tensor:
+    pos = torch.arange(n_key, device=lengths.device)
+    return torch.where(pos < lengths.unsqueeze(1), pos, -1)  # (B, S)
+
+
+def _memory_mask(memory: Memory, n_query: int) -> Mask:
+    n_key = memory.hidden.shape[1]
+    key_pos = None if memory.lengths is None else _padded_pos(memory.lengths, n_key)
+    return Mask(n_query, n_key, causal=False, key_pos=key_pos, device=memory.hidden.device)
+
+
+def _memory_keys_values(block: Block, layer: int, memory: Memory, cache) -> tuple[Tensor, Tensor]:
+    if cache is None:
+        return block.cross_attention.keys_values(memory.hidden)
+    return cache.cross_keys_values(layer, memory, block.cross_attention.keys_values)
+
+
+class Decoder(nn.Module):
+    """A causal language model: GPT, Llama or Mistral by its configuration."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.decoder = Stack(config, config.n_layer, causal=True)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def forward(self, tokens: Tensor, lengths: Tensor | None = None, cache=None, observe: Observer | None = None):
+        """Token ids (B, T) -> logits (B, T, V). Arguments as in `features`."""
+        return self.lm_head(self.features(tokens, lengths, cache, observe))
+
+    def features(self, tokens: Tensor, lengths: Tensor | None = None, cache=None, observe: Observer | None = None):
+        """Token ids (B, T), rows right-padded -> the last hidden states (B, T, C).
+
+        `lengths` (B,) counts each row's real tokens; what is computed at padding means nothing. With a `cache` the
+        tokens follow those already in it, any number at a time, `lengths` counts the new ones (0 allowed) and no
+        gradients are recorded. `observe(layer, kind, weights)` sees the maps (B, H, T, S) of every layer; they are laid
+        out by position, so it takes no cache. Raises ValueError for both together, past the end of learned positions,
+        and when the cache is full.
+        """
+        return _run(self.decoder, tokens, lengths, None, cache, observe)
+
+    def tie_weights(self) -> None:
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.decoder.embed.weight
+
+    def init_weights(self) -> None:
+        self.tie_weights()  # a model that was built on the meta device has lost it
+        _init_head(self)
+        self.decoder.init_weights()
+
+
+class EncoderDecoder(nn.Module):
+    """The Transformer of 2017: an encoder that sees its whole source, a decoder that also looks at it."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.encoder = Stack(config, config.n_encoder_layer, causal=False)
+        self.decoder = Stack(config, config.n_layer, causal=True, cross=True)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def forward(self, source, target, source_lengths=None, target_lengths=None, observe: Observer | None = None):
+        """Source ids (B, S), target ids (B, T), rows right-padded -> logits (B, T, V)."""
+        return self.decode(target, self.encode(source, source_lengths, observe), target_lengths, observe=observe)
+
+    def encode(self, source: Tensor, lengths: Tensor | None = None, observe: Observer | None = None) -> Memory:
+        """Source ids (B, S), rows right-padded to `lengths` (B,) -> Memory(hidden (B, S, C), lengths)."""
+        rename = observe and (lambda layer, kind, weights: observe(layer, "encoder", weights))
+        return Memory(self.encoder(source, lengths, observe=rename), lengths)
+
+    def decode(self, target, memory: Memory, lengths=None, cache=None, observe: Observer | None = None) -> Tensor:
+        """Target ids (B, T) and an encoded source -> logits (B, T, V). Arguments as in `Decoder.features`."""
+        return self.lm_head(self.features(target, memory, lengths, cache, observe))
+
+    def features(self, target, memory: Memory, lengths=None, cache=None, observe: Observer | None = None) -> Tensor:
+        """As `decode`, but the last hidden states (B, T, C)."""
+        return _run(self.decoder, target, lengths, memory, cache, observe)
+
+    def tie_weights(self) -> None:
+        if self.config.tie_embeddings:
+            self.encoder.embed.weight = self.lm_head.weight = self.decoder.embed.weight
+
+    def init_weights(self) -> None:
+        self.tie_weights()
+        _init_head(self)
+        self.encoder.init_weights()
+        self.decoder.init_weights()
+
+
+def _run(stack: Stack, tokens, lengths, memory, cache, observe) -> Tensor:
+    if cache is None:
+        return stack(tokens, lengths, memory, observe=observe)
+    if observe is not None:
+        raise ValueError("observe needs the whole text in one call, without a cache")
+    with torch.no_grad():
+        return stack(tokens, lengths, memory, cache)
+
+
+def _init_head(model: Decoder | EncoderDecoder) -> None:
+    nn.init.normal_(model.lm_head.weight, std=0.02)  # overwritten by the embedding's own when tied
+
+
+def build_model(config: ModelConfig) -> Decoder | EncoderDecoder:
+    """A model of this shape with fresh weights. `vocab_size` must be given; what else is omitted is derived."""
+    config = config.resolve()
+    if config.vocab_size is None:
+        raise ValueError("model.vocab_size is needed to build a model")
+    model = (Decoder if config.kind == "decoder" else EncoderDecoder)(config)
+    model.init_weights()
+    return model
+
+
+class KVCache:
+    """The keys and values of every token so far, owned by the caller and passed to each forward.
+
+    `keys` and `values` hold one (B, G, slots, D) tensor a layer. The token at position p lies in slot p % slots: with a
+    window W there are W slots and the oldest is overwritten, without one there are `capacity`. Attention does not care
+    about the order of keys, only about their positions, which follow from each row's length. Cross-attention keys and
+    values are computed at the first decode of a source and kept with it.
+    """
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor], capacity: int, row_lengths: list[int]):
+        self.keys, self.values, self.capacity, self.row_lengths = keys, values, capacity, row_lengths
+        self.memory: Memory | None = None
+        self.cross: list[tuple[Tensor, Tensor]] = []
+
+    @classmethod
+    def allocate(cls, config: ModelConfig, batch_size: int, capacity: int, dtype=None, device=None) -> "KVCache":
+        """Room for `capacity` tokens a row, in the model's `dtype` and on its `device` (float32 on the CPU)."""
+        config = config.resolve()
+        shape = (batch_size, config.n_kv_head, min(capacity, config.window or capacity), config.head_dim)
+        keys, values = (
+            [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)] for _ in range(2)
+        )
+        return cls(keys, values, capacity, [0] * batch_size)
+
+    @property
+    def slots(self) -> int:
+        return self.keys[0].shape[2]
+
+    @property
+    def lengths(self) -> Tensor:
+        """How many tokens each row has seen, (B,)."""
+        return torch.tensor(self.row_lengths, device=self.keys[0].device)
+
+    @property
+    def nbytes(self) -> int:
+        """2 · layers · G · D · slots · B · bytes per number; the source's keys and values come on top."""
+        return sum(t.nbytes for t in (*self.keys, *self.values, *(t for pair in self.cross for t in pair)))
+
+    def select(self, rows: list[int] | Tensor) -> "KVCache":
+        """A new cache of these rows, in this order, repeats allowed: drop finished rows, reorder beams, fan out.
+
+        With an encoded source, decode with the new cache's `memory`: its rows are selected too.
+        """
+        rows = torch.as_tensor(rows, device=self.keys[0].device)
+        new = KVCache(
+            [k[rows] for k in self.keys],
+            [v[rows] for v in self.values],
+            self.capacity,
+            [self.row_lengths[row] for row in rows.tolist()],
+        )
+        if self.memory is not None:
+            lengths = None if self.memory.lengths is None else self.memory.lengths[rows]
+            new.memory = Memory(self.memory.hidden[rows], lengths)
+            new.cross = [(k[rows], v[rows]) for k, v in self.cross]
+        return new
+
+    def cross_keys_values(self, layer: int, memory: Memory, compute) -> tuple[Tensor, Tensor]:
+        """The keys and values of the source, computed once. Raises ValueError for another source."""
+        if self.memory is None:
+            self.memory = memory
+        if memory.hidden is not self.memory.hidden:
+            raise ValueError("this cache belongs to another source; allocate a new one, or pass cache.memory")
+        if layer == len(self.cross):
+            self.cross.append(compute(memory.hidden))
+        return self.cross[layer]
+
+    def plan(self, tokens: Tensor, lengths: Tensor | None) -> "CacheStep":
+        """Where a call's tokens (B, T) go. Raises ValueError if they do not fit."""
+        n_row, n_new = tokens.shape
+        new = [n_new] * n_row if lengths is None else lengths.tolist()
+        if n_row != len(self.row_lengths) or len(new) != n_row:
+            raise ValueError(f"the cache has {len(self.row_lengths)} rows, tokens {n_row}, lengths {len(new)}")
+        if not all(0 <= n <= n_new for n in new):
+            raise ValueError(f"lengths {new} must be between 0 and the {n_new} tokens given")
+        if max(old + n for old, n in zip(self.row_lengths, new, strict=True)) > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} tokens a row, {self.row_lengths} and {new} are too many")
+        return CacheStep(self, n_new, new)
+
+
+class CacheStep:
+    """One forward's use of the cache, planned once and followed by every layer.
+
+    Usually the new tokens are written first and the slots read as one slice. A chunk that would overwrite what its own
+    first tokens still see (a window, more than one token) instead looks at the old slots and at itself, then writes.
+    """
+
+    def __init__(self, cache: KVCache, n_new: int, new: list[int]):
+        self.cache, self.n_new = cache, n_new
+        self.old_lengths, self.lengths = cache.row_lengths, [a + b for a, b in zip(cache.row_lengths, new, strict=True)]
+        self.end, self.device = max(self.lengths), cache.keys[0].device
+        self.uniform = len(set(self.old_lengths)) == 1 and set(new) == {n_new}
+        self.start = self.old_lengths[0] if self.uniform else self._column(self.old_lengths)  # int, or (B, 1)
+        self.pos = self.start + torch.arange(n_new, device=self.device)  # (T,), or (B, T)
+        rolling = cache.slots < cache.capacity
+        self.read_first = rolling and n_new > 1
+        self.n_read = min(max(self.old_lengths) if self.read_first else self.end, cache.slots)
+        self.write = self._write_slice() or self._write_indices(self._column(new))
+        self.mask = self._mask(rolling)
+
+    def _column(self, lengths: list[int]) -> Tensor:
+        return torch.tensor(lengths, device=self.device).unsqueeze(1)  # (B, 1)
+
+    def _mask(self, rolling: bool) -> Mask:
+        if self.uniform and self.n_new == 1:
+            return Mask(1, self.n_read, causal=False)  # the newest token sees everything that was kept
+        window = self.cache.slots if rolling else None
+        if not any(self.old_lengths) and self.n_new > 1:
+            n_key = self.n_new if rolling else self.n_read
+            return Mask(self.n_new, n_key, window=window, device=self.device)  # the first chunk: itself alone
+        if not rolling:
+            return Mask(self.n_new, self.n_read, query_pos=self.pos, device=self.device)  # slot s holds position s
+        # Slot s holds the last position before `length` that is s modulo the number of slots, if there was one.
+        length = self.start if self.read_first else self._column(self.lengths)
+        slot = torch.arange(self.n_read, device=self.device)
+        key_pos = (length - 1 - (length - 1 - slot) % self.cache.slots).clamp(min=-1)  # (slots,), or (B, slots)
+        if self.read_first:
+            key_pos = torch.cat((key_pos, self.pos), dim=-1)
+        return Mask(self.n_new, key_pos.shape[-1], True, window, self.pos, key_pos, self.device)
+
+    def _write_slice(self) -> slice | None:
+        """The slots to write when every row writes the same ones, in one piece."""
+        begin = self.start % self.cache.slots if self.uniform else 0
+        fits = self.uniform and begin + self.n_new <= self.cache.slots
+        return slice(begin, begin + self.n_new) if fits else None
+
+    def _write_indices(self, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, token and slot of each token to write: real, and among the last `slots` of its row."""
+        token = torch.arange(self.n_new, device=self.device)
+        row, token = ((token < new) & (token >= new - self.cache.slots)).nonzero(as_tuple=True)
+        return row, token, (self._column(self.old_lengths)[row, 0] + token) % self.cache.slots
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Files new keys and values (B, G, T, D) and returns those the new queries look at, (B, G, S, D)."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        if k.dtype != keys.dtype:
+            raise ValueError(f"the cache holds {keys.dtype}, the model computes {k.dtype}: allocate it with that dtype")
+        seen = [kept[:, :, : self.n_read] for kept in (keys, values)]  # views: what is written now is seen too
+        if self.read_first:
+            seen = [torch.cat((old, fresh), dim=2) for old, fresh in zip(seen, (k, v), strict=True)]
+        for kept, fresh in ((keys, k), (values, v)):
+            if isinstance(self.write, slice):
+                kept[:, :, self.write] = fresh
+            else:
+                row, token, slot = self.write
+                kept[row, :, slot] = fresh[row, :, token]
+        return tuple(seen)
+
+    def finish(self) -> None:
+        """The tokens count as seen only after the last layer."""
+        self.cache.row_lengths = self.lengths
