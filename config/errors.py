@@ -13,13 +13,13 @@ class ConfigError(UserError):
     """A setting that is unknown, of the wrong type, out of bounds, or impossible beside another one."""
 
 
-def command(main: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a command's main function: a `UserError` is printed on standard error and ends it with exit code 2."""
+def command(main: Callable) -> Callable:
+    """Decorates what a command runs: a `UserError` is printed on standard error and ends it with exit code 2."""
 
     @wraps(main)
-    def guarded(*args, **kwargs) -> None:
+    def guarded(*args, **kwargs):
         try:
-            main(*args, **kwargs)
+            return main(*args, **kwargs)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)

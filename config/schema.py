@@ -13,6 +13,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -101,7 +102,7 @@ class ModelConfig(Section):
     """Biases in every linear layer and LayerNorm (never in the head)."""
     tie_embeddings: bool = True
     """The head is the embedding, transposed."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Share = 0.0
     """Share of the embeddings and of each sublayer's output that is zeroed in training."""
     kernel: Literal["auto", "reference", "fused"] = "auto"
     """Which computation of attention: reference (the equation), fused (torch's), auto (fused)."""
@@ -181,11 +182,11 @@ class OptimConfig(Section):
     """wsd: the share of all steps, at the end, over which the rate falls."""
     weight_decay: NonNegativeFloat = 0.1
     """On matrices only: never on norms or biases."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)  # not strict: TOML has no tuple, only [ ]
     """AdamW's averaging of the gradient and of its square."""
     grad_clip: NonNegativeFloat = 1.0
     """Largest norm of the whole gradient; 0: off."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    label_smoothing: Share = 0.0
     """Share of each target spread over the vocabulary (training only)."""
 
     @model_validator(mode="after")
@@ -217,7 +218,7 @@ class TrainConfig(Section):
     """Steps between checkpoints (one always ends the run); 0: only at the end."""
     keep_checkpoints: PositiveInt = 2
     """How many of the newest checkpoints stay; the best one always does."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of the weights, the batches and dropout."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: cuda if there is one, else mps, else cpu."""
@@ -225,8 +226,6 @@ class TrainConfig(Section):
     """Of the matrix products (autocast); weights, optimizer and loss stay float32. auto: bfloat16 where it is fast."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile. auto: on a GPU, and on a processor with a compiler when the run is long enough to earn it back."""
-    init_from: str | None = None
-    """A run whose weights start this one (same shape, same tokenizer). Omitted: random weights."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

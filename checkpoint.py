@@ -1,0 +1,171 @@
+"""A run on disk: written whole or not at all, checked when read, and loaded without executing anything.
+
+RUN/config.toml              what was asked, model and tokenizer resolved
+RUN/tokenizer/               what turns text into its ids
+RUN/metrics.jsonl, loss.png  what was measured
+RUN/step-NNNNNN/             weights.safetensors, state.safetensors (optimizer, by parameter name), state.json
+RUN/best, RUN/last           links to such folders
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from config import Config, UserError, read_toml
+from data.tokenizer import Tokenizer, load_tokenizer
+from model import Decoder, EncoderDecoder, build_model
+
+
+def parameters_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters under the names they have in a checkpoint, each once: a tied head has none of its own."""
+    return dict(model.named_parameters())
+
+
+def save_checkpoint(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict, keep: int) -> Path:
+    """Writes `run`/step-NNNNNN for `state["step"]`, points `last` at it, and drops all but the newest `keep` and best.
+
+    The folder is filled under another name, flushed to the disk, then renamed: it appears whole or not at all.
+    """
+    folder = run / f"step-{state['step']:06d}"
+    partial = run / f".{folder.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    names = {id(p): name for name, p in model.named_parameters()}
+    tensors = {f"{names[id(p)]}.{key}": value for p, values in optimizer.state.items() for key, value in values.items()}
+    _write_tensors(partial / "weights.safetensors", {n: p.detach() for n, p in parameters_by_name(model).items()})
+    _write_tensors(partial / "state.safetensors", tensors)
+    checksums = {path.name: _checksum(path) for path in sorted(partial.glob("*.safetensors"))}
+    (partial / "state.json").write_text(json.dumps({**state, "checksums": checksums}, indent=1), "utf-8")
+    _flush(partial / "state.json")
+    _flush(partial)
+    if folder.exists():  # an earlier run of the same step, before a resume from further back
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    _flush(run)
+    link(run, "last", folder)
+    _prune(run, keep)
+    return folder
+
+
+def link(run: Path, name: str, folder: Path) -> None:
+    """Points `run`/`name` at one of its checkpoints. A rename, so that there is a link at every moment."""
+    fresh = run / f".{name}.link"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(folder.name)
+    fresh.replace(run / name)
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path)
+    _flush(path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _prune(run: Path, keep: int) -> None:
+    linked = {(run / name).resolve() for name in ("best", "last")}
+    for folder in checkpoints(run)[:-keep]:
+        if folder.resolve() not in linked:
+            shutil.rmtree(folder)
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The run's checkpoint folders, oldest first."""
+    return sorted(run.glob("step-*"), key=lambda folder: int(folder.name.partition("-")[2]))
+
+
+def read_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict]:
+    """Weights, optimizer tensors and state of a checkpoint. Raises `UserError` naming a damaged file."""
+    try:
+        file = folder / "state.json"
+        state = json.loads(file.read_text("utf-8"))
+        tensors = []
+        for name in ("weights.safetensors", "state.safetensors"):
+            file = folder / name
+            if _checksum(file) != state["checksums"][name]:
+                raise UserError(f"{file} is damaged: its checksum is not the one in state.json")
+            tensors.append(load_file(file))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise UserError(f"{file} is damaged: {error}") from None
+    return tensors[0], tensors[1], state
+
+
+def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], where: Path) -> None:
+    """Copies weights into the model by name. Raises `UserError` unless names and shapes are exactly the model's."""
+    parameters = parameters_by_name(model)
+    if differing := sorted(parameters.keys() ^ weights.keys()):
+        raise UserError(f"{where} does not fit its config.toml: {differing[0]} is in only one of them")
+    for name, parameter in parameters.items():
+        if parameter.shape != weights[name].shape:
+            raise UserError(
+                f"{where} does not fit its config.toml: {name} is {tuple(weights[name].shape)}, "
+                f"the model's {tuple(parameter.shape)}"
+            )
+        parameter.data.copy_(weights[name])
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
+    """Gives every parameter the optimizer state that was saved under its name, on the parameter's device."""
+    parameters = parameters_by_name(model)
+    for name, value in tensors.items():
+        parameter_name, _, key = name.rpartition(".")
+        parameter = parameters[parameter_name]
+        optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+
+
+def find_run(run: str | Path | None, root: Path = Path("runs")) -> Path:
+    """The run folder that is meant: the one named, or without a name the newest under `root`. Raises `UserError`."""
+    if run is None:
+        runs = [path.parent for path in root.glob("*/config.toml")]
+        if not runs:
+            raise UserError(f"there is no run in {root}/ to sample from; train one with: python train.py")
+        return max(runs, key=lambda path: _modified(path))
+    run = Path(run)
+    if not (run / "config.toml").is_file():
+        what = "has no config.toml, so it is no run" if run.exists() else "does not exist"
+        others = ", ".join(sorted(str(path.parent) for path in root.glob("*/config.toml"))) or "none"
+        raise UserError(f"{run} {what}; runs: {others}")
+    return run
+
+
+def _modified(run: Path) -> float:
+    newest = checkpoints(run)
+    return (newest[-1] if newest else run).stat().st_mtime
+
+
+def load_model(run: str | Path, checkpoint: str = "best") -> tuple[Decoder | EncoderDecoder, Tokenizer, Config]:
+    """A trained model in evaluation mode (float32, CPU), its tokenizer and the configuration of its run.
+
+    `checkpoint` is best, last, or the name of a step folder; a run that has no best yet gives its last. Raises
+    `UserError` for a folder that is no run, has no checkpoint yet, or is damaged.
+    """
+    run = find_run(run)
+    config = read_toml(run / "config.toml")
+    folder = run / checkpoint
+    if checkpoint == "best" and not folder.exists():
+        folder = run / "last"
+    if not folder.exists():
+        there = ", ".join(path.name for path in checkpoints(run)) or "none"
+        raise UserError(f"{run} has no checkpoint {checkpoint}; checkpoints: {there}")
+    weights, _, _ = read_checkpoint(folder)
+    model = build_model(config.model)
+    load_weights(model, weights, folder.resolve())
+    return model.eval(), load_tokenizer(run / "tokenizer"), config

@@ -1,0 +1,30 @@
+"""Pictures. matplotlib is imported when one is drawn, because it takes a second."""
+
+import json
+from pathlib import Path
+
+
+def loss_curve(metrics: Path, picture: Path, floor: float | None = None) -> None:
+    """Draws the training and validation loss in a run's metrics.jsonl against the step, as a PNG.
+
+    `floor` is the lowest loss possible, in nats per token, where it is known.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # no window, and none needed
+    import matplotlib.pyplot as plt
+
+    records = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for key, label, style in (("loss", "training", {"linewidth": 1}), ("val_loss", "validation", {"marker": "o"})):
+        points = [(record["step"], record[key]) for record in records if key in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+    if floor is not None:
+        axes.axhline(floor, color="grey", linestyle="--", label="floor")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(frameon=False)
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,439 @@
+"""Generate text from a trained run, with the KV cache: python sample.py [RUN] [--prompt TEXT] ...
+
+`generate` and `stream` are the library; the command around them prints text as it comes. Standard output is the text
+alone, prompt first; everything else goes to standard error.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NoReturn
+
+from config import UserError, command
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are `UserError`s, and which says what was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message.removeprefix("argument "))
+
+    def parse_args(self, argv: Sequence[str]) -> argparse.Namespace:
+        options, unknown = self.parse_known_args(argv)
+        if unknown:
+            near = get_close_matches(unknown[0], self._option_string_actions, n=1)
+            raise UserError(f"{unknown[0]} is not an option" + (f"; did you mean {near[0]}?" if near else ""))
+        return options
+
+
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line of `python sample.py`."""
+    parser = Parser(prog="sample.py", description="Generate text from a trained run.", allow_abbrev=False)
+    add = parser.add_argument
+    add("run", nargs="?", metavar="RUN", help="folder of the run (default: the newest in runs/)")
+    add("--prompt", action="append", metavar="TEXT", help="what to continue; may be repeated")
+    add("--prompt-file", metavar="FILE", help="a file whose whole text is a prompt; - is standard input")
+    add("--num-samples", type=_number(int, 1), metavar="N", help="for each prompt (default: 1; without a prompt 3)")
+    add("--max-new-tokens", type=_number(int, 1), default=256, metavar="N", help="length limit (default: 256)")
+    add("--temperature", type=_number(float, 0), default=0.8, metavar="X", help="0 is greedy (default: 0.8)")
+    add("--top-k", type=_number(int, 0), default=0, metavar="N", help="only the N likeliest; 0: off (default)")
+    add(
+        "--top-p", type=_number(float, 0, 1), default=0.95, metavar="X", help="only the nucleus (default: 0.95; 1: off)"
+    )
+    add(
+        "--min-p",
+        type=_number(float, 0, 1),
+        default=0.0,
+        metavar="X",
+        help="only X times the likeliest; 0: off (default)",
+    )
+    add("--repetition-penalty", type=_number(float, 0), default=1.0, metavar="X", help="1: off (default)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    add("--seed", type=_number(int, 0), default=0, metavar="N", help="sample i draws with seed N + i (default: 0)")
+    add("--no-cache", action="store_true", help="recompute everything at each token")
+    add("--checkpoint", default="best", metavar="NAME", help="best (default), last, or a step-NNNNNN of the run")
+    add("--format", choices=["text", "jsonl"], default="text", help="jsonl: one object a sample")
+    add("--device", choices=["cpu", "cuda", "mps"], default="cpu", help="default: cpu")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights and the cache")
+    return parser.parse_args(argv)
+
+
+def _number(kind: type, low: float, high: float = float("inf")) -> Callable[[str], float]:
+    def number(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high or value == float("inf"):
+            limits = f"at least {low}" if high == float("inf") else f"between {low} and {high}"
+            raise argparse.ArgumentTypeError(
+                f"{text} must be a {'whole ' if kind is int else ''}number, {limits}"
+            ) from None
+        return value
+
+    return number
+
+
+if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds to load
+    OPTIONS = command(parse_options)(sys.argv[1:])
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from checkpoint import find_run, load_model  # noqa: E402
+from data.tokenizer import StreamDecoder, Tokenizer  # noqa: E402
+from model import Decoder, EncoderDecoder, KVCache, Memory  # noqa: E402
+
+PREFILL = 512  # tokens of a prompt read at a time, which bounds the memory a long one takes
+
+
+# Choice: small functions of logits (N, V), applied in this order.
+
+
+def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Makes tokens that occurred (`seen` (N, V), true) less likely: divides positive logits, multiplies negative ones
+    (CTRL, arXiv 1909.05858)."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def keep_top_k(logits: Tensor, k: int) -> Tensor:
+    """Only the k likeliest tokens of each row (and those equal to the k-th); all when there are no more than k."""
+    kth = logits.topk(min(k, logits.shape[-1])).values[:, -1:]
+    return logits.masked_fill(logits < kth, -torch.inf)
+
+
+def keep_top_p(logits: Tensor, p: float) -> Tensor:
+    """The nucleus: the smallest set of likeliest tokens with probability at least p, never empty (arXiv 1904.09751)."""
+    ordered, index = logits.softmax(-1).sort(descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered  # probability of all likelier ones
+    outside = before > p - 1e-6  # a set that reaches p to the last digit is enough
+    outside[:, 0] = False
+    return logits.masked_fill(outside.scatter(-1, index, outside), -torch.inf)
+
+
+def keep_min_p(logits: Tensor, p: float) -> Tensor:
+    """Only tokens at least p times as likely as the likeliest (arXiv 2407.01082)."""
+    probability = logits.softmax(-1)
+    return logits.masked_fill(probability < p * probability.amax(-1, keepdim=True), -torch.inf)
+
+
+def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """One id a row (N,) from softmax(logits) (N, V), by inverting its distribution function at `uniforms` in [0, 1)."""
+    distribution = logits.softmax(-1).cumsum(-1)
+    height = uniforms * distribution[:, -1] * (1 - 1e-12)  # below the top, where only impossible tokens are left
+    return torch.searchsorted(distribution, height.unsqueeze(1), right=True).squeeze(1)
+
+
+class _Reader:
+    """Feeds tokens to the model, new ones only with a cache, everything again without, and returns the last logits."""
+
+    def __init__(self, model, prompts: list[list[int]], memory: Memory | None, capacity: int, use_cache: bool):
+        self.model, self.memory = model, memory
+        weight = model.lm_head.weight
+        self.device = weight.device
+        self.texts = [[] for _ in prompts]
+        self.cache = None
+        if use_cache:
+            self.cache = KVCache.allocate(model.config, len(prompts), capacity, weight.dtype, weight.device)
+
+    def read(self, new: list[list[int]]) -> Tensor:
+        """Each row's new ids -> the logits (N, V) after the last of them."""
+        if self.cache is None:
+            self.texts = new = [text + ids for text, ids in zip(self.texts, new, strict=True)]
+        width = PREFILL if self.cache is not None else max(map(len, new))
+        last = [None] * len(new)
+        for begin in range(0, max(map(len, new)), width):
+            pieces = [ids[begin : begin + width] for ids in new]
+            hidden = self._features(pieces)
+            for row, piece in enumerate(pieces):
+                if piece and begin + len(piece) == len(new[row]):
+                    last[row] = hidden[row, len(piece) - 1]
+        return self.model.lm_head(torch.stack(last))
+
+    def _features(self, pieces: list[list[int]]) -> Tensor:
+        lengths = [len(piece) for piece in pieces]
+        longest = max(lengths)
+        tokens = torch.tensor([piece + [0] * (longest - len(piece)) for piece in pieces], device=self.device)
+        ragged = None if min(lengths) == longest else torch.tensor(lengths, device=self.device)
+        if self.memory is None:
+            return self.model.features(tokens, ragged, cache=self.cache)
+        memory = self.cache.memory or self.memory if self.cache is not None else self.memory
+        return self.model.features(tokens, memory, ragged, cache=self.cache)
+
+    def select(self, rows: list[int]) -> None:
+        """Goes on with these rows only."""
+        self.texts = [self.texts[row] for row in rows]
+        if self.cache is not None:
+            self.cache = self.cache.select(rows)
+        elif self.memory is not None:
+            lengths = None if self.memory.lengths is None else self.memory.lengths[rows]
+            self.memory = Memory(self.memory.hidden[rows], lengths)
+
+
+Event = tuple[int, int, float, str | None]
+Stop = Sequence[Sequence[int]] | Callable[[list[int]], bool]
+
+
+@torch.no_grad()
+def stream(
+    model: Decoder | EncoderDecoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    stop: Stop = (),
+    end_id: int | None = None,
+    vocab_size: int | None = None,
+    seed: int = 0,
+    use_cache: bool = True,
+) -> Iterator[Event]:
+    """Yields (row, id, log-probability, reason) as tokens come, rows in turn; reason is None until a row's last token.
+
+    `prompts` are lists of ids (for an encoder-decoder the sources; the target starts with `end_id`); an empty one
+    starts with `end_id`. The order of choice: repetition penalty, ban of ids from `vocab_size` on, then with temperature
+    0 the likeliest, else temperature, top-k (None or 0: off), top-p, min-p, and a draw from the row's own generator,
+    seeded seed + row. The log-probability is that of the model's own distribution, at temperature 1, nothing filtered.
+    Reasons: end (`end_id`), stop (the row's new ids end with a sequence of `stop`, or `stop` says so of them), length
+    (`max_new_tokens`, or the last of learned positions: a prompt of n ids yields at most max_seq_len - n + 1).
+    Raises ValueError for an empty prompt without `end_id`, one longer than learned positions, or a setting out of range.
+    """
+    _check(temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens)
+    was_training = model.training
+    model.eval()
+    try:
+        texts, memory = _starts(model, prompts, end_id)
+        limits = [min(max_new_tokens, _room(model, len(text))) for text in texts]
+        capacity = max((len(text) + max_new_tokens - 1 for text in texts), default=0)
+        reader = _Reader(model, texts, memory, capacity, use_cache)
+        generators = [torch.Generator().manual_seed(seed + row) for row in range(len(texts))]
+        seen = torch.zeros(len(texts), model.config.vocab_size, dtype=torch.bool)
+        for row, text in enumerate(texts):
+            seen[row, text] = True
+        rows, new, feed = list(range(len(texts))) if max_new_tokens else [], [[] for _ in texts], texts
+        while rows:
+            logits = reader.read(feed).cpu().double()
+            choices = penalize_repetition(logits, seen[rows], repetition_penalty)
+            choices[:, vocab_size:] = -torch.inf if vocab_size is not None else choices[:, vocab_size:]
+            ids = _choose(choices, [generators[row] for row in rows], temperature, top_k, top_p, min_p)
+            log_probabilities = logits.log_softmax(-1)[range(len(rows)), ids].tolist()
+            going = []
+            for place, (row, id) in enumerate(zip(rows, ids.tolist(), strict=True)):
+                new[row].append(id)
+                seen[row, id] = True
+                reason = _reason(new[row], stop, end_id, limits[row])
+                if reason is None:
+                    going.append(place)
+                yield row, id, log_probabilities[place], reason
+            if len(going) < len(rows) and going:
+                reader.select(going)
+            rows = [rows[place] for place in going]
+            feed = [new[row][-1:] for row in rows]
+    finally:
+        model.train(was_training)
+
+
+def generate(model: Decoder | EncoderDecoder, prompts: Sequence[Sequence[int]], **options) -> list[list[int]]:
+    """Each row's new ids, without the stop sequence and the end. Options and errors are those of `stream`.
+
+    With a function as `stop` the ids it stopped at are kept: it alone knows which of them belong to the stop.
+    """
+    rows = [[] for _ in prompts]
+    stop = options.get("stop", ())
+    for row, id, _, reason in stream(model, prompts, **options):
+        if reason != "end":
+            rows[row].append(id)
+        if reason == "stop" and not callable(stop):
+            del rows[row][-max(len(s) for s in stop if rows[row][-len(s) :] == list(s)) :]
+    return rows
+
+
+def _check(temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens) -> None:
+    if temperature < 0:
+        raise ValueError(f"temperature = {temperature} must be 0 (greedy) or more")
+    if top_k is not None and top_k < 0:
+        raise ValueError(f"top_k = {top_k} must be 0 (off) or more")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p = {top_p} must be above 0 and at most 1 (off)")
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise ValueError(f"min_p = {min_p} must be between 0 (off) and 1")
+    if repetition_penalty <= 0:
+        raise ValueError(f"repetition_penalty = {repetition_penalty} must be above 0 (1: off)")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens = {max_new_tokens} must be 0 or more")
+
+
+def _starts(model, prompts, end_id: int | None) -> tuple[list[list[int]], Memory | None]:
+    """What the decoder reads first, and the encoded sources of an encoder-decoder."""
+    prompts = [list(prompt) or ([] if end_id is None else [end_id]) for prompt in prompts]
+    if not all(prompts) or (end_id is None and isinstance(model, EncoderDecoder)):
+        raise ValueError("an empty prompt, or the target of an encoder-decoder, needs an end_id to start from")
+    for prompt in prompts:
+        if _room(model, len(prompt)) < 1:
+            limit = model.config.max_seq_len
+            raise ValueError(f"the prompt has {len(prompt)} tokens, learned positions end at max_seq_len = {limit}")
+    if isinstance(model, Decoder) or not prompts:
+        return prompts, None
+    lengths, device = [len(prompt) for prompt in prompts], model.lm_head.weight.device
+    source = torch.tensor([p + [0] * (max(lengths) - len(p)) for p in prompts], device=device)
+    return [[end_id] for _ in prompts], model.encode(source, torch.tensor(lengths, device=device))
+
+
+def _room(model, n_prompt: int) -> float:
+    """How many tokens can follow a prompt; the last one is never read, so it needs no position."""
+    learned = model.config.position == "learned"
+    return model.config.max_seq_len - n_prompt + 1 if learned else float("inf")
+
+
+def _choose(logits: Tensor, generators, temperature, top_k, top_p, min_p) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    if top_k:
+        logits = keep_top_k(logits, top_k)
+    if top_p is not None and top_p < 1:
+        logits = keep_top_p(logits, top_p)
+    if min_p:
+        logits = keep_min_p(logits, min_p)
+    uniforms = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
+    return draw(logits, uniforms)
+
+
+def _reason(new: list[int], stop: Stop, end_id: int | None, limit: float) -> str | None:
+    if new[-1] == end_id:
+        return "end"
+    if stop(new) if callable(stop) else any(new[-len(s) :] == list(s) for s in stop):
+        return "stop"
+    return "length" if len(new) >= limit else None
+
+
+# The command
+
+
+class Text:
+    """One sample's text as it comes: never half a character, never the beginning of a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
+        self.decoder, self.stops, self.held = StreamDecoder(tokenizer), stops, ""
+
+    def add(self, id: int, reason: str | None) -> str:
+        """What may be printed now that `id` has come."""
+        if reason != "end":
+            self.held += self.decoder.push(id)
+        if reason is not None:
+            self.held += self.decoder.flush()
+            found = [at for at in map(self.held.find, self.stops) if at >= 0] if reason == "stop" else []
+            return self.held[: min(found, default=len(self.held))]
+        keep = max((n for s in self.stops for n in range(1, len(s)) if self.held.endswith(s[:n])), default=0)
+        ready, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        return ready
+
+
+def stops_at(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[list[int]], bool]:
+    """A `stop` for `stream`: whether a row's text has come to contain one of these, wherever tokens divide it."""
+    patterns = [stop.encode() for stop in stops]
+    longest = max(map(len, patterns), default=0)
+    # A match ends in the newest token, and every token is at least one byte.
+    return lambda new: any(p in tokenizer.decode_bytes(new[-longest:]) for p in patterns) if patterns else False
+
+
+def main(options: argparse.Namespace) -> None:
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # F31: whatever the console's own encoding is
+    run = find_run(options.run)
+    model, tokenizer, config = load_model(run, options.checkpoint)
+    model.to(_device(options.device), getattr(torch, options.dtype))
+    prompts = read_prompts(options, config.model.kind)
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    room = config.model.max_seq_len
+    if config.model.position != "learned" and max(map(len, ids)) + options.max_new_tokens > room:
+        print(f"note: this may go past {room} tokens, the length the model was trained on", file=sys.stderr)
+    settings = {
+        name: getattr(options, name)
+        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    }
+    stop = stops_at(tokenizer, options.stop)
+    try:
+        events = stream(
+            model,
+            ids,
+            stop=stop,
+            end_id=tokenizer.end_id,
+            vocab_size=tokenizer.vocab_size,
+            use_cache=not options.no_cache,
+            **settings,
+        )
+        (print_jsonl if options.format == "jsonl" else print_text)(events, prompts, tokenizer, options.stop)
+    except ValueError as error:  # a setting, or a prompt, that this model cannot take
+        raise UserError(str(error)) from None
+
+
+def _device(name: str) -> str:
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not available[name]:
+        raise UserError(
+            f"--device {name} is not available here; available: {', '.join(d for d in available if available[d])}"
+        )
+    return name
+
+
+def read_prompts(options: argparse.Namespace, kind: str) -> list[str]:
+    """The prompts asked for, each as often as it is to be continued."""
+    prompts = list(options.prompt or [])
+    if options.prompt_file == "-":
+        prompts.append(sys.stdin.buffer.read().decode("utf-8", "replace"))
+    elif options.prompt_file:
+        try:
+            prompts.append(Path(options.prompt_file).read_text("utf-8-sig"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--prompt-file {options.prompt_file} cannot be read: {error}") from None
+    if not prompts and kind == "encoder_decoder":
+        raise UserError("an encoder-decoder needs a source: --prompt TEXT")
+    return [prompt for prompt in prompts or [""] for _ in range(options.num_samples or (1 if prompts else 3))]
+
+
+def print_text(events: Iterator[Event], prompts: list[str], tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    """The samples one after another, a blank line between them: the first as it comes, the others when it is their turn."""
+    texts, waiting, done = [Text(tokenizer, stops) for _ in prompts], list(prompts), [False] * len(prompts)
+    turn = 0
+    for row, id, _, reason in events:
+        waiting[row] += texts[row].add(id, reason)
+        done[row] = reason is not None
+        while turn < len(prompts):
+            print(waiting[turn], end="\n" if done[turn] else "", flush=True)
+            waiting[turn] = ""
+            if not done[turn]:
+                break
+            turn += 1
+            if turn < len(prompts):
+                print()
+
+
+def print_jsonl(events: Iterator[Event], prompts: list[str], tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    """One object a sample, in order: prompt, text, tokens, stop reason, log-probability of each token."""
+    texts = [Text(tokenizer, stops) for _ in prompts]
+    samples = [
+        {"prompt": prompt, "text": "", "tokens": [], "reason": None, "log_probabilities": []} for prompt in prompts
+    ]
+    for row, id, log_probability, reason in events:
+        sample = samples[row]
+        sample["text"] += texts[row].add(id, reason)
+        sample["tokens"].append(id)
+        sample["log_probabilities"].append(log_probability)
+        sample["reason"] = reason
+    for sample in samples:
+        print(json.dumps(sample, ensure_ascii=False), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        command(main)(OPTIONS)
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted")
+    except BrokenPipeError:  # the reader, head for one, has seen enough
+        sys.stderr.close()

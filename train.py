@@ -1,0 +1,498 @@
+"""Train a model: python train.py [config/NAME.toml] [--section.option VALUE ...], or --resume RUN to go on with one.
+
+The file reads in the order in which things happen. Every number that a step depends on follows from the configuration,
+the seed and the step, so a run that was stopped goes on exactly as if it had not been.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from config import Config, ConfigError, UserError, command, load_config, override, read_toml, split_preset, to_toml
+
+PROGRAM = "python train.py [config/NAME.toml | --resume RUN]"
+DESCRIPTION = """Train a model: config/stories.toml, or the preset that comes first.
+
+With --resume RUN first, a run that was stopped goes on; options after it change it where that makes sense."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for: a configuration, and a new run of that name or an old one to go on with."""
+
+    config: Config
+    name: str
+    resume: Path | None = None
+
+
+def read_request(argv: Sequence[str]) -> Request:
+    if argv and argv[0].partition("=")[0] == "--resume":
+        run, words = argv[0].partition("=")[2], list(argv[1:])
+        if not run and not words:
+            raise ConfigError("--resume needs the folder of a run")
+        run = Path(run or words.pop(0))
+        old = read_toml(run / "config.toml")
+        return Request(resumed_config(old, override(old, words, PROGRAM, DESCRIPTION)), run.name, run)
+    if any(word.partition("=")[0] == "--resume" for word in argv):
+        raise ConfigError("--resume RUN comes first, before any other option")
+    return Request(load_config(argv, PROGRAM, DESCRIPTION), split_preset(argv)[0].stem)
+
+
+FIXED = ("model", "data", "optim.name", "train.seed", "train.batch_size", "train.run_dir")  # what makes a run that run
+
+
+def resumed_config(old: Config, new: Config) -> Config:
+    """`new`, if it may follow `old` in one run; says what differs. Raises `ConfigError` for what may not change."""
+    before, after = dict(flatten(old.model_dump())), dict(flatten(new.model_dump()))
+    changed = [option for option in after if before[option] != after[option]]
+    for option in changed:
+        if option.startswith(FIXED):
+            raise ConfigError(f"{option} = {after[option]} cannot change in a resumed run, it is {before[option]}")
+        print(f"changed: {option} = {after[option]} (it was {before[option]})")
+    return new
+
+
+def flatten(values: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Nested options under their full names."""
+    for key, value in values.items():
+        yield from flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+
+
+if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds to load
+    REQUEST = command(read_request)(sys.argv[1:])
+
+import contextlib  # noqa: E402
+import ctypes  # noqa: E402
+import json  # noqa: E402
+import math  # noqa: E402
+import os  # noqa: E402
+import shutil  # noqa: E402
+import signal  # noqa: E402
+import textwrap  # noqa: E402
+import time  # noqa: E402
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from checkpoint import checkpoints, link, load_optimizer, load_weights, read_checkpoint, save_checkpoint  # noqa: E402
+from data.loader import IGNORE, Batches, check_ids, validation_windows  # noqa: E402
+from data.prepare import Corpus, prepare  # noqa: E402
+from model import build_model  # noqa: E402
+from optim import build_optimizer, learning_rate, set_learning_rate  # noqa: E402
+from plots import loss_curve  # noqa: E402
+from sample import generate  # noqa: E402
+
+
+def say(text: str = "") -> None:
+    print(text, flush=True)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and how the run is computed; `auto` has been decided."""
+
+    device: str
+    dtype: torch.dtype
+    compile: bool
+
+    def autocast(self):
+        return torch.autocast(self.device, self.dtype, enabled=self.dtype != torch.float32)
+
+
+def choose_machine(config: Config) -> Machine:
+    """Decides what is auto by what the machine has, never by a timing, and says it in a line."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    device = config.train.device
+    if device == "auto":
+        device = next(name for name in available if available[name])
+    elif not available[device]:
+        names = ", ".join(name for name in available if available[name])
+        raise ConfigError(f"train.device = {device} is not available here; available: {names}")
+    if config.train.dtype != "auto":
+        dtype, why = getattr(torch, config.train.dtype), "as asked"
+    elif device == "cuda" and torch.cuda.is_bf16_supported():
+        dtype, why = torch.bfloat16, "the GPU computes it natively"
+    elif device == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()):
+        dtype, why = torch.bfloat16, "the processor multiplies it natively"
+    else:
+        dtype, why = torch.float32, "no units for bfloat16 here that would make it faster"
+    compile, reason = choose_compile(config, device)
+    threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
+    say(f"device {device}{threads}; {str(dtype).removeprefix('torch.')} ({why}); {reason}")
+    return Machine(device, dtype, compile)
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep what is freed for the next step instead of handing it back to the system.
+
+    A step frees and takes the same large buffers again, and a page costs more to get than to use: without this a step
+    on a CPU takes up to five times as long. Elsewhere than on Linux nothing happens.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        trim_threshold, mmap_threshold = -1, -3  # from malloc.h
+        mallopt(mmap_threshold, 1 << 30)
+        mallopt(trim_threshold, (1 << 31) - 1)
+
+
+def choose_compile(config: Config, device: str) -> tuple[bool, str]:
+    if config.train.compile == "off":
+        return False, "not compiled, as asked"
+    compiler = device != "cpu" or shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
+    if not compiler:
+        return False, "not compiled: there is no C++ compiler"
+    if config.train.compile == "on":
+        return True, "compiled, as asked"
+    if device == "cuda":
+        return True, "compiled"
+    return False, "not compiled: not worth its half minute on this device (--train.compile on)"
+
+
+class Loss(nn.Module):
+    """The model and its loss in one module, so that whatever wraps it (compilation, many processes) sees one forward."""
+
+    def __init__(self, model: nn.Module, label_smoothing: float = 0.0):
+        super().__init__()
+        self.model, self.label_smoothing = model, label_smoothing
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Inputs and targets (B, T) -> the cross entropy of all targets but IGNORE, summed, in nats, float32."""
+        return F.cross_entropy(
+            self.model(inputs).flatten(0, 1).float(),
+            targets.flatten(),
+            ignore_index=IGNORE,
+            reduction="sum",
+            label_smoothing=self.label_smoothing if self.training else 0.0,
+        )
+
+
+@dataclass
+class State:
+    """What a checkpoint remembers besides weights and optimizer."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best_loss: float = math.inf
+    best_step: int = 0
+    metrics_bytes: int = 0
+
+
+class Trainer:
+    """Everything that a step needs, put together once."""
+
+    def __init__(self, config: Config, run: Path, corpus: Corpus, machine: Machine):
+        self.config, self.run, self.corpus, self.machine = config, run, corpus, machine
+        torch.manual_seed(config.train.seed)
+        self.model = build_model(config.model).to(machine.device)
+        self.optimizer = build_optimizer(self.model, config.optim)
+        self.scaler = torch.amp.GradScaler(machine.device, enabled=machine.dtype == torch.float16)
+        self.loss = Loss(self.model, config.optim.label_smoothing)
+        self.training_loss = torch.compile(self.loss) if machine.compile else self.loss
+        self.batches = Batches(corpus.train, config.model.max_seq_len, config.train.batch_size, config.train.seed)
+        self.state = State()
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step: gradients of the mean over all targets of the batch, whatever the micro-batches."""
+        train, state = self.config.train, self.state
+        rate = learning_rate(self.config.optim, state.step, self.planned_steps())
+        set_learning_rate(self.optimizer, rate)
+        inputs, targets = (t.to(self.machine.device) for t in self.batches.batch(state.step))
+        n_target = int((targets != IGNORE).sum())
+        size, nats = train.micro_batch_size or train.batch_size, 0.0
+        for first in range(0, train.batch_size, size):
+            seed_everything(train.seed, state.step, first // size)  # dropout needs no saved state
+            with self.machine.autocast():
+                loss = self.training_loss(inputs[first : first + size], targets[first : first + size])
+            self.scaler.scale(loss / max(n_target, 1)).backward()
+            nats += loss.item()
+        if not math.isfinite(nats):
+            last = f"continue from {self.run}/last with" if state.step and checkpoints(self.run) else "try"
+            raise UserError(f"the loss is {nats} at step {state.step}; {last} a lower optim.learning_rate")
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.grad_clip or math.inf)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        state.step, state.tokens = state.step + 1, state.tokens + n_target
+        return {"loss": nats / max(n_target, 1), "learning_rate": rate, "gradient_norm": norm.item()}
+
+    def planned_steps(self) -> int:
+        """Where the schedule ends: `steps`, or sooner if `max_minutes` comes first at the present speed."""
+        limit = self.config.train.max_minutes * 60
+        if not limit or self.state.step < 5:
+            return self.config.train.steps
+        reached = int(limit * self.state.step / self.state.seconds)
+        return max(self.state.step, min(self.config.train.steps, reached))
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """The loss over the whole validation split: nats per token, and bits per byte of text."""
+        tokens, train = self.corpus.val, self.config.train
+        self.model.eval()
+        nats = 0.0
+        windows = validation_windows(tokens, self.config.model.max_seq_len, train.micro_batch_size or train.batch_size)
+        for inputs, targets, _ in windows:
+            with self.machine.autocast():
+                nats += self.loss(inputs.to(self.machine.device), targets.to(self.machine.device)).item()
+        self.model.train()
+        first = len(self.corpus.tokenizer.piece(int(tokens[0])))  # the first token is never a target
+        return {
+            "val_loss": nats / (len(tokens) - 1),
+            "val_bits_per_byte": nats / math.log(2) / max(self.corpus.val_bytes - first, 1),
+        }
+
+    def sample(self) -> str:
+        """A few words of the model's own, from the start token."""
+        tokenizer = self.corpus.tokenizer
+        (ids,) = generate(
+            self.model,
+            [[]],
+            max_new_tokens=self.config.log.sample_tokens,
+            temperature=0.8,
+            top_p=0.95,
+            end_id=tokenizer.end_id,
+            vocab_size=tokenizer.vocab_size,
+            seed=self.state.step,
+        )
+        return tokenizer.decode(ids)
+
+    def save(self) -> Path:
+        state = {
+            **vars(self.state),
+            "best_loss": None if math.isinf(self.state.best_loss) else self.state.best_loss,
+            "scaler": self.scaler.state_dict(),
+            "machine": {
+                "device": self.machine.device,
+                "dtype": str(self.machine.dtype),
+                "compile": self.machine.compile,
+            },
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        }
+        return save_checkpoint(self.run, self.model, self.optimizer, state, self.config.train.keep_checkpoints)
+
+    def restore(self, folder: Path) -> None:
+        """Goes back to a checkpoint: weights, optimizer, counters, and metrics.jsonl as long as it was then."""
+        weights, tensors, state = read_checkpoint(folder)
+        load_weights(self.model, weights, folder)
+        load_optimizer(self.model, self.optimizer, tensors)
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        if state["threads"] != torch.get_num_threads():
+            say(f"note: {torch.get_num_threads()} threads instead of {state['threads']}; sums may round differently")
+        self.state = State(**{name: state[name] for name in vars(self.state)})
+        self.state.best_loss = math.inf if self.state.best_loss is None else self.state.best_loss
+        os.truncate(self.run / "metrics.jsonl", self.state.metrics_bytes)
+
+
+def seed_everything(*numbers: int) -> None:
+    """Seeds torch from a tuple of numbers, each of which counts."""
+    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))
+
+
+class Interruption:
+    """SIGINT and SIGTERM ask for an end after the step; a second one ends at once."""
+
+    def __init__(self):
+        self.signal: signal.Signals | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.note)
+
+    def note(self, number: int, frame) -> None:
+        self.signal = signal.Signals(number)
+        say(f"\n{self.signal.name}: finishing the step and saving; once more ends at once")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+
+
+class Log:
+    """Progress for people, metrics.jsonl for programs, Weights & Biases on request."""
+
+    def __init__(self, trainer: Trainer, wandb):
+        self.trainer, self.wandb = trainer, wandb
+        self.file = (trainer.run / "metrics.jsonl").open("a", encoding="utf-8")
+        self.live = sys.stdout.isatty()
+
+    def record(self, values: dict[str, float]) -> None:
+        state = self.trainer.state
+        self.file.write(json.dumps({"step": state.step, **values, "tokens": state.tokens}) + "\n")
+        self.file.flush()
+        state.metrics_bytes = self.file.tell()
+        if self.wandb:
+            self.wandb.log(values, step=state.step)
+
+    def progress(self, values: dict[str, float], tokens_per_second: float, seconds_left: float) -> None:
+        line = (
+            f"step {self.trainer.state.step:,}/{self.trainer.planned_steps():,} · loss {values['loss']:.4f} · "
+            f"{tokens_per_second:,.0f} tokens/s · {duration(seconds_left)} left"
+        )
+        print(f"\r\x1b[K{line}" if self.live else line, end="" if self.live else "\n", flush=True)
+
+    def say(self, text: str) -> None:
+        say(f"\r\x1b[K{text}" if self.live else text)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def duration(seconds: float) -> str:
+    minutes = int(seconds + 0.5) // 60
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {int(seconds + 0.5) % 60} s" if minutes else f"{seconds:.0f} s"
+
+
+def train(trainer: Trainer, log: Log) -> None:
+    """The loop: step, tell, evaluate, save; until the steps, the time or the patience of the user end."""
+    config, state = trainer.config, trainer.state
+    interruption = Interruption()
+    clock, pace = time.perf_counter(), Pace()
+    while state.step < (total := trainer.planned_steps()) and interruption.signal is None:
+        values = trainer.step()
+        now = time.perf_counter()
+        state.seconds, clock, taken = state.seconds + now - clock, now, now - clock
+        pace.add(taken)
+        last = state.step >= total
+        evaluating = last or due(state.step, config.train.eval_interval)
+        if last or due(state.step, config.log.interval) or evaluating:
+            if evaluating:
+                values |= evaluate(trainer, log)
+            log.record(values)
+            tokens_per_step = config.train.batch_size * config.model.max_seq_len
+            log.progress(values, tokens_per_step / pace.seconds, pace.seconds * (trainer.planned_steps() - state.step))
+        best = evaluating and state.best_step == state.step
+        if last or best or due(state.step, config.train.checkpoint_interval) or interruption.signal:
+            folder = trainer.save()
+            if best:
+                link(trainer.run, "best", folder)
+        clock = time.perf_counter()  # evaluation and saving are not training time
+    if interruption.signal and state.step < total:
+        log.close()
+        say(f"\nstopped at step {state.step}, saved; go on with: python train.py --resume {trainer.run}")
+        sys.exit(128 + interruption.signal)
+
+
+def evaluate(trainer: Trainer, log: Log) -> dict[str, float]:
+    """Validates, tells, and shows what the model writes by now."""
+    values, state = trainer.evaluate(), trainer.state
+    better = values["val_loss"] < state.best_loss
+    if better:
+        state.best_loss, state.best_step = values["val_loss"], state.step
+    log.say(
+        f"step {state.step:,} · validation {values['val_loss']:.4f} nats/token, "
+        f"{values['val_bits_per_byte']:.4f} bits/byte{' · best so far' if better else ''}"
+    )
+    if trainer.config.log.sample_tokens:
+        say(textwrap.indent(trainer.sample().strip(), "  | "))
+    return values
+
+
+class Pace:
+    """Seconds a step, averaged over about the last twenty; the first, with its warming up, does not count for long."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.seconds = 0.95 * self.seconds + 0.05 * seconds if 0 < self.seconds < 2 * seconds else seconds
+
+
+def due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def start_wandb(config: Config, run: Path):
+    """The Weights & Biases run, or None. Never asks for anything: without a key it logs offline."""
+    if config.log.wandb == "disabled":
+        return None
+    try:
+        import wandb
+    except ImportError:
+        raise ConfigError(f"log.wandb = {config.log.wandb} needs a package: pip install wandb") from None
+    mode = config.log.wandb
+    if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
+        say("Weights & Biases: no key on this machine, logging offline")
+        mode = "offline"
+    settings = wandb.Settings(console="off", silent=True, init_timeout=10)
+    options = {"project": config.log.wandb_project, "name": run.name, "dir": run, "config": config.model_dump()}
+    try:
+        return wandb.init(mode=mode, settings=settings, **options)
+    except wandb.Error as error:
+        say(f"Weights & Biases: {error}; logging offline")
+        return wandb.init(mode="offline", settings=settings, **options)
+
+
+def new_run(config: Config, name: str) -> Path:
+    """Creates the folder of a new run: the one asked for, or the next free runs/NAME, runs/NAME-2, ..."""
+    if config.train.run_dir is not None:
+        run = Path(config.train.run_dir)
+        if run.exists() and (not run.is_dir() or any(run.iterdir())):
+            hint = f"go on with it: --resume {run}; or " if (run / "config.toml").exists() else ""
+            raise ConfigError(f"train.run_dir = {run} is in use already; {hint}choose another")
+        run.mkdir(parents=True, exist_ok=True)
+        return run
+    for number in range(1, 10_000):
+        run = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        try:
+            run.mkdir(parents=True)
+            return run
+        except FileExistsError:
+            continue
+    raise ConfigError(f"runs/{name} to runs/{name}-9999 are all in use; clear some away, or give train.run_dir")
+
+
+def describe(config: Config, model: nn.Module, corpus: Corpus, batches: Batches, run: Path) -> None:
+    """Says what will happen before it does."""
+    for section, values in config.model_dump(exclude_none=True).items():
+        text = f"{section}: " + ", ".join(f"{key.partition('.')[0] and key} {value}" for key, value in flatten(values))
+        say(textwrap.fill(text, 118, subsequent_indent="  ", break_long_words=False))
+    steps, passes = config.train.steps, batches.passes(config.train.steps)
+    say(f"{sum(p.numel() for p in model.parameters()):,} parameters; run folder {run}")
+    say(
+        f"{steps:,} steps of {config.train.batch_size} x {config.model.max_seq_len} tokens = {passes:.1f} passes over "
+        f"{len(corpus.train):,} training tokens; validation on {len(corpus.val):,}"
+    )
+    if passes > 10:
+        say(
+            "note: more than about ten passes; expect the model to learn its text by heart, and use the best checkpoint"
+        )
+
+
+def main(request: Request) -> None:
+    config = request.config
+    keep_freed_memory()
+    if config.model.kind == "encoder_decoder":
+        raise ConfigError("model.kind = encoder_decoder needs pairs to train on, and no data.source gives them yet")
+    corpus = prepare(config.data, seed=0)  # not the run's: runs of several seeds read the same text
+    check_ids(corpus.largest_id, config.model.vocab_size or corpus.tokenizer.vocab_size)
+    config = config.model_copy(update={"model": config.model.resolve(corpus.tokenizer.vocab_size)})
+    machine = choose_machine(config)
+    next(validation_windows(corpus.val, config.model.max_seq_len, 1))  # both splits hold a context, or say so now
+    Batches(corpus.train, config.model.max_seq_len, config.train.batch_size, config.train.seed)
+    run = request.resume or new_run(config, request.name)
+    trainer = Trainer(config, run, corpus, machine)
+    if request.resume is None or not checkpoints(run):
+        (run / "config.toml").write_text(to_toml(config), "utf-8")
+        corpus.tokenizer.save(run / "tokenizer")
+        (run / "metrics.jsonl").write_bytes(b"")
+    else:
+        trainer.restore(run / "last")
+        say(f"going on with {run} from step {trainer.state.step}")
+    describe(config, trainer.model, corpus, trainer.batches, run)
+    log = Log(trainer, start_wandb(config, run))
+    train(trainer, log)
+    log.close()
+    loss_curve(run / "metrics.jsonl", run / "loss.png")
+    best = f"best {trainer.state.best_loss:.4f} at step {trainer.state.best_step}"
+    say(f"done in {duration(trainer.state.seconds)} of training; validation loss {best}")
+    say(f"read it: python sample.py {run}")
+
+
+if __name__ == "__main__":
+    command(main)(REQUEST)
