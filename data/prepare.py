@@ -8,16 +8,16 @@ without a byte-order mark. A prepared corpus is found again by what went into it
 """
 
 import argparse
+import ast
 import difflib
 import hashlib
-import importlib
-import inspect
 import itertools
 import json
 import os
 import platform
 import re
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,16 +36,12 @@ CACHE = Path("data/cache")
 FORMAT = 1  # to be raised when the same text and settings come to mean other files
 SPLITS = ("train", "val")
 
-# Modules every Python has, with enough prose to be worth reading.
+# The modules of the standard library that explain themselves at most length.
 PYDOC_MODULES = """
-abc argparse array ast base64 bdb calendar cmd code codecs collections collections.abc configparser contextlib copy csv
-dataclasses datetime decimal difflib dis doctest email.message enum filecmp fileinput fractions ftplib functools gettext
-glob graphlib gzip hashlib heapq html.parser http.client http.cookiejar imaplib inspect io ipaddress itertools json
-locale logging logging.config logging.handlers mailbox math mimetypes optparse os pathlib pdb pickle pickletools pkgutil
-platform plistlib pprint profile pstats queue random re sched selectors shelve shlex shutil signal smtplib socket
-socketserver statistics string struct subprocess sys sysconfig tarfile tempfile textwrap threading timeit tokenize
-traceback types typing unittest unittest.mock urllib.parse urllib.request uuid warnings wave weakref xml.dom.minidom
-xml.etree.ElementTree xmlrpc.client zipfile
+_pydecimal argparse ast bdb codecs collections configparser datetime difflib doctest email/message enum ftplib
+http/client http/cookiejar imaplib inspect ipaddress json logging logging/handlers mailbox optparse os pdb pickletools
+re shutil smtplib socket socketserver statistics subprocess tarfile threading traceback turtle typing unittest/case
+unittest/mock urllib/parse urllib/request xml/etree/ElementTree zipfile
 """
 
 
@@ -153,7 +149,7 @@ def _build(folder: Path, source: Source, config: DataConfig, settings: dict) -> 
 
 def _report(meta: dict, tokenizer: Tokenizer, config: DataConfig, seconds: float) -> None:
     if config.tokenizer == "bpe" and tokenizer.vocab_size < config.bpe_vocab_size:
-        _say(f"the text is too small for {config.bpe_vocab_size} ids (data.bpe_vocab_size): {tokenizer.vocab_size}")
+        _say(f"the text yields only {tokenizer.vocab_size} of {config.bpe_vocab_size} ids (data.bpe_vocab_size)")
     n_bytes = sum(meta[split]["bytes"] for split in SPLITS)
     _say(
         f"{meta['train']['tokens']:,} tokens to train on and {meta['val']['tokens']:,} to validate "
@@ -228,7 +224,7 @@ def _source(config: DataConfig, seed: int) -> Source:
     if config.source == "stories":
         return _stories(seed, config.max_tokens)
     if config.source == "pydoc":
-        return Source("pydoc", {"pydoc": platform.python_version(), "modules": PYDOC_MODULES.split()}, _pydoc)
+        return Source("pydoc", {"pydoc": platform.python_version(), "modules": PYDOC_MODULES}, _pydoc)
     if kind == "hub":
         identity = {"hub": rest, "text_field": config.text_field, "max_tokens": config.max_tokens}
         return Source(_slug(rest), identity, lambda: _hub(rest, config.text_field), max_tokens=config.max_tokens)
@@ -264,15 +260,12 @@ def _pydoc() -> Iterator[str]:
 
 
 def _docstrings(name: str) -> str:
-    """All docstrings of a module: its own, then its public functions' and classes', then their methods'."""
-    module = importlib.import_module(name)
-    found = {inspect.getdoc(module): None}  # a dictionary keeps the order and drops what is inherited
-    for _, member in sorted(vars(module).items()):
-        if getattr(member, "__module__", None) == module.__name__:
-            found[inspect.getdoc(member)] = None
-            methods = sorted(vars(member).items()) if inspect.isclass(member) else []
-            found |= {inspect.getdoc(method): None for key, method in methods if key[0] != "_" and callable(method)}
-    return "\n\n".join(filter(None, found)) + "\n"
+    """All docstrings of a module, from its source: modules in memory may have been patched by whoever imported them."""
+    path = Path(sysconfig.get_path("stdlib"), name)
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, documented))
+    return "\n\n".join(filter(None, map(ast.get_docstring, nodes))) + "\n"
 
 
 def _hub(name: str, text_field: str) -> Iterator[str]:

@@ -32,6 +32,8 @@ PRONOUNS = {"it", "그것"}  # in plain text
 # Forms of a role that stand for it, or agree with it, rather than name it.
 FORM_KINDS = {"he": "pronoun", "it": "pronoun", "그": "pronoun", "그것": "pronoun", "was": "verb", "is": "verb"}
 
+BAR = re.compile(r"^\|$", re.MULTILINE)  # between the alternatives of a beat
+
 
 def particle(noun: str, kind: str) -> str:
     """The form of a particle that follows a noun.
@@ -151,9 +153,7 @@ class Grammar:
     def __init__(self, words: dict, plots: dict[str, str]):
         self.roles = words.get("roles", {})
         self.lists = {name: read_list(table) for name, table in words.items() if name != "roles"}
-        self.beats = {
-            name: [self._alternative(text) for text in re.split(r"^\|$", plot, flags=re.M)] for name, plot in plots.items()
-        }
+        self.beats = {name: [self._alternative(text) for text in BAR.split(plot)] for name, plot in plots.items()}
         self._pools: dict[str, tuple[Word, ...]] = {}
 
     def derive(self, draw: Draw, beat: str = "story") -> tuple[list[Sentence], dict[str, Word]]:
