@@ -9,7 +9,7 @@ from config.schema import OptimConfig
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Every parameter once: matrices (embeddings too) decay, norm gains and biases do not. A tied matrix counts once."""
+    """Every parameter once: matrices, embeddings too, decay; norm gains and biases do not. A tied matrix counts once."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},

@@ -194,11 +194,11 @@ def stream(
     seed: int = 0,
     use_cache: bool = True,
 ) -> Iterator[Event]:
-    """Yields (row, id, log-probability, reason) as tokens come, rows in turn; reason is None until a row's last token.
+    """Yields (row, id, log-probability, reason) as tokens come; reason is None until a row's last token.
 
     `prompts` are lists of ids (for an encoder-decoder the sources; the target starts with `end_id`); an empty one
-    starts with `end_id`. The order of choice: repetition penalty, ban of ids from `vocab_size` on, then with temperature
-    0 the likeliest, else temperature, top-k (None or 0: off), top-p, min-p, and a draw from the row's own generator,
+    starts with `end_id`. The order of choice: repetition penalty, ban of ids from `vocab_size` on, then the likeliest
+    with temperature 0, else temperature, top-k (None or 0: off), top-p, min-p, and a draw from the row's own generator,
     seeded seed + row. The log-probability is that of the model's own distribution, at temperature 1, nothing filtered.
     Reasons: end (`end_id`), stop (the row's new ids end with a sequence of `stop`, or `stop` says so of them), length
     (`max_new_tokens`, or the last of learned positions: a prompt of n ids yields at most max_seq_len - n + 1).
@@ -344,7 +344,6 @@ def stops_at(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[list[int]]
 
 
 def main(options: argparse.Namespace) -> None:
-    sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # F31: whatever the console's own encoding is
     run = find_run(options.run)
     model, tokenizer, config = load_model(run, options.checkpoint)
     model.to(_device(options.device), getattr(torch, options.dtype))
@@ -376,9 +375,8 @@ def main(options: argparse.Namespace) -> None:
 def _device(name: str) -> str:
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not available[name]:
-        raise UserError(
-            f"--device {name} is not available here; available: {', '.join(d for d in available if available[d])}"
-        )
+        names = ", ".join(device for device in available if available[device])
+        raise UserError(f"--device {name} is not available here; available: {names}")
     return name
 
 
@@ -431,9 +429,4 @@ def print_jsonl(events: Iterator[Event], prompts: list[str], tokenizer: Tokenize
 
 
 if __name__ == "__main__":
-    try:
-        command(main)(OPTIONS)
-    except KeyboardInterrupt:
-        sys.exit("\ninterrupted")
-    except BrokenPipeError:  # the reader, head for one, has seen enough
-        sys.stderr.close()
+    command(main)(OPTIONS)

@@ -78,7 +78,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from checkpoint import checkpoints, link, load_optimizer, load_weights, read_checkpoint, save_checkpoint  # noqa: E402
-from data.loader import IGNORE, Batches, check_ids, validation_windows  # noqa: E402
+from data.loader import IGNORE, Batches, check_ids, check_length, validation_windows  # noqa: E402
 from data.prepare import Corpus, prepare  # noqa: E402
 from model import build_model  # noqa: E402
 from optim import build_optimizer, learning_rate, set_learning_rate  # noqa: E402
@@ -152,7 +152,7 @@ def choose_compile(config: Config, device: str) -> tuple[bool, str]:
 
 
 class Loss(nn.Module):
-    """The model and its loss in one module, so that whatever wraps it (compilation, many processes) sees one forward."""
+    """The model and its loss in one module: what wraps it, compilation or many processes, sees one forward."""
 
     def __init__(self, model: nn.Module, label_smoothing: float = 0.0):
         super().__init__()
@@ -473,8 +473,8 @@ def main(request: Request) -> None:
     check_ids(corpus.largest_id, config.model.vocab_size or corpus.tokenizer.vocab_size)
     config = config.model_copy(update={"model": config.model.resolve(corpus.tokenizer.vocab_size)})
     machine = choose_machine(config)
-    next(validation_windows(corpus.val, config.model.max_seq_len, 1))  # both splits hold a context, or say so now
-    Batches(corpus.train, config.model.max_seq_len, config.train.batch_size, config.train.seed)
+    for split in ("train", "val"):
+        check_length(getattr(corpus, split), config.model.max_seq_len, split)
     run = request.resume or new_run(config, request.name)
     trainer = Trainer(config, run, corpus, machine)
     if request.resume is None or not checkpoints(run):
