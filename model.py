@@ -28,7 +28,7 @@ Observer = Callable[[int, str, Tensor], None]  # layer, "self" | "cross" | "enco
 
 
 class MultiHeadAttention(nn.Module):
-    """Concat(head_1, ..., head_H) W_O with head_h = Attention(X W_Q, Y W_K, Y W_V) ("Attention Is All You Need", 3.2.2).
+    """Concat(head_1, ..., head_H) W_O, head_h = Attention(X W_Q, Y W_K, Y W_V) ("Attention Is All You Need", 3.2.2).
 
     Self-attention when Y is X, cross-attention when Y is another sequence; single-head, multi-head, grouped-query and
     multi-query by the numbers of heads.
@@ -148,6 +148,10 @@ class Memory(NamedTuple):
     hidden: Tensor
     lengths: Tensor | None
 
+    def select(self, rows: list[int] | Tensor) -> "Memory":
+        """These rows, in this order, repeats allowed."""
+        return Memory(self.hidden[rows], None if self.lengths is None else self.lengths[rows])
+
 
 class Stack(nn.Module):
     """Embedding, positions, blocks and the final norm: an encoder or a decoder by `causal` and `cross`."""
@@ -165,17 +169,17 @@ class Stack(nn.Module):
     def forward(self, tokens: Tensor, lengths=None, memory: Memory | None = None, cache=None, observe=None) -> Tensor:
         """tokens (B, T) -> the last hidden states (B, T, C)."""
         n_query = tokens.shape[1]
-        if cache is None:
-            pos, end = torch.arange(n_query, device=tokens.device), n_query
-            # Causal rows padded on the right need no lengths: no real token ever looks at what comes after it.
-            key_pos = None if self.causal or lengths is None else _padded_pos(lengths, n_query)
-            window = self.config.window if self.causal else None
-            mask = Mask(n_query, n_query, self.causal, window, key_pos=key_pos, device=tokens.device)
-        else:
+        if cache is not None:
             step = cache.plan(tokens, lengths)
             pos, end, mask = step.pos, step.end, step.mask
+        else:
+            pos, end = torch.arange(n_query, device=tokens.device), n_query
+            if self.causal:  # needs no lengths: no real token ever looks at the padding on its right
+                mask = Mask(n_query, n_query, window=self.config.window, device=tokens.device)
+            else:
+                mask = _source_mask(lengths, n_query, n_query)
         x, angles = self.embedding(tokens, pos, end), self.angles(pos)
-        memory_mask = None if memory is None else _memory_mask(memory, n_query)
+        memory_mask = None if memory is None else _source_mask(memory.lengths, n_query, memory.hidden.shape[1])
         for layer, block in enumerate(self.blocks):
             x = block(
                 x,
@@ -223,15 +227,12 @@ class Stack(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * len(self.blocks)) if residual else 0.02)
 
 
-def _padded_pos(lengths: Tensor, n_key: int) -> Tensor:
+def _source_mask(lengths: Tensor | None, n_query: int, n_key: int) -> Mask:
+    """Every query sees the whole source, and none of its padding."""
+    if lengths is None:
+        return Mask(n_query, n_key, causal=False)
     pos = torch.arange(n_key, device=lengths.device)
-    return torch.where(pos < lengths.unsqueeze(1), pos, -1)  # (B, S)
-
-
-def _memory_mask(memory: Memory, n_query: int) -> Mask:
-    n_key = memory.hidden.shape[1]
-    key_pos = None if memory.lengths is None else _padded_pos(memory.lengths, n_key)
-    return Mask(n_query, n_key, causal=False, key_pos=key_pos, device=memory.hidden.device)
+    return Mask(n_query, n_key, causal=False, key_pos=torch.where(pos < lengths.unsqueeze(1), pos, -1))
 
 
 def _memory_keys_values(block: Block, layer: int, memory: Memory, cache) -> tuple[Tensor, Tensor]:
@@ -240,15 +241,45 @@ def _memory_keys_values(block: Block, layer: int, memory: Memory, cache) -> tupl
     return cache.cross_keys_values(layer, memory, block.cross_attention.keys_values)
 
 
-class Decoder(nn.Module):
+class LanguageModel(nn.Module):
+    """What both models share: a head over the vocabulary, tied to the embedding of every stack or not."""
+
+    def __init__(self, config: ModelConfig, **stacks: Stack):
+        super().__init__()
+        self.config = config
+        for name, stack in stacks.items():
+            self.add_module(name, stack)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def stacks(self) -> list[Stack]:
+        return [child for child in self.children() if isinstance(child, Stack)]
+
+    def tie_weights(self) -> None:
+        for stack in self.stacks() if self.config.tie_embeddings else ():
+            stack.embed.weight = self.lm_head.weight
+
+    def init_weights(self) -> None:
+        self.tie_weights()  # a model that was built on the meta device has lost it
+        nn.init.normal_(self.lm_head.weight, std=0.02)
+        for stack in self.stacks():
+            stack.init_weights()
+
+    @staticmethod
+    def run(stack: Stack, tokens: Tensor, lengths, memory, cache, observe) -> Tensor:
+        if cache is None:
+            return stack(tokens, lengths, memory, observe=observe)
+        if observe is not None:
+            raise ValueError("observe needs the whole text in one call, without a cache")
+        with torch.no_grad():
+            return stack(tokens, lengths, memory, cache)
+
+
+class Decoder(LanguageModel):
     """A causal language model: GPT, Llama or Mistral by its configuration."""
 
     def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.config = config
-        self.decoder = Stack(config, config.n_layer, causal=True)
-        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        self.tie_weights()
+        super().__init__(config, decoder=Stack(config, config.n_layer, causal=True))
 
     def forward(self, tokens: Tensor, lengths: Tensor | None = None, cache=None, observe: Observer | None = None):
         """Token ids (B, T) -> logits (B, T, V). Arguments as in `features`."""
@@ -263,28 +294,15 @@ class Decoder(nn.Module):
         out by position, so it takes no cache. Raises ValueError for both together, past the end of learned positions,
         and when the cache is full.
         """
-        return _run(self.decoder, tokens, lengths, None, cache, observe)
-
-    def tie_weights(self) -> None:
-        if self.config.tie_embeddings:
-            self.lm_head.weight = self.decoder.embed.weight
-
-    def init_weights(self) -> None:
-        self.tie_weights()  # a model that was built on the meta device has lost it
-        _init_head(self)
-        self.decoder.init_weights()
+        return self.run(self.decoder, tokens, lengths, None, cache, observe)
 
 
-class EncoderDecoder(nn.Module):
+class EncoderDecoder(LanguageModel):
     """The Transformer of 2017: an encoder that sees its whole source, a decoder that also looks at it."""
 
     def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.config = config
-        self.encoder = Stack(config, config.n_encoder_layer, causal=False)
-        self.decoder = Stack(config, config.n_layer, causal=True, cross=True)
-        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        self.tie_weights()
+        encoder = Stack(config, config.n_encoder_layer, causal=False)
+        super().__init__(config, encoder=encoder, decoder=Stack(config, config.n_layer, causal=True, cross=True))
 
     def forward(self, source, target, source_lengths=None, target_lengths=None, observe: Observer | None = None):
         """Source ids (B, S), target ids (B, T), rows right-padded -> logits (B, T, V)."""
@@ -301,30 +319,7 @@ class EncoderDecoder(nn.Module):
 
     def features(self, target, memory: Memory, lengths=None, cache=None, observe: Observer | None = None) -> Tensor:
         """As `decode`, but the last hidden states (B, T, C)."""
-        return _run(self.decoder, target, lengths, memory, cache, observe)
-
-    def tie_weights(self) -> None:
-        if self.config.tie_embeddings:
-            self.encoder.embed.weight = self.lm_head.weight = self.decoder.embed.weight
-
-    def init_weights(self) -> None:
-        self.tie_weights()
-        _init_head(self)
-        self.encoder.init_weights()
-        self.decoder.init_weights()
-
-
-def _run(stack: Stack, tokens, lengths, memory, cache, observe) -> Tensor:
-    if cache is None:
-        return stack(tokens, lengths, memory, observe=observe)
-    if observe is not None:
-        raise ValueError("observe needs the whole text in one call, without a cache")
-    with torch.no_grad():
-        return stack(tokens, lengths, memory, cache)
-
-
-def _init_head(model: Decoder | EncoderDecoder) -> None:
-    nn.init.normal_(model.lm_head.weight, std=0.02)  # overwritten by the embedding's own when tied
+        return self.run(self.decoder, target, lengths, memory, cache, observe)
 
 
 def build_model(config: ModelConfig) -> Decoder | EncoderDecoder:
@@ -387,10 +382,8 @@ class KVCache:
             self.capacity,
             [self.row_lengths[row] for row in rows.tolist()],
         )
-        if self.memory is not None:
-            lengths = None if self.memory.lengths is None else self.memory.lengths[rows]
-            new.memory = Memory(self.memory.hidden[rows], lengths)
-            new.cross = [(k[rows], v[rows]) for k, v in self.cross]
+        new.memory = self.memory and self.memory.select(rows)
+        new.cross = [(k[rows], v[rows]) for k, v in self.cross]
         return new
 
     def cross_keys_values(self, layer: int, memory: Memory, compute) -> tuple[Tensor, Tensor]:
@@ -433,7 +426,7 @@ class CacheStep:
         rolling = cache.slots < cache.capacity
         self.read_first = rolling and n_new > 1
         self.n_read = min(max(self.old_lengths) if self.read_first else self.end, cache.slots)
-        self.write = self._write_slice() or self._write_indices(self._column(new))
+        self.into, self.taken = self._writes(self._column(new))
         self.mask = self._mask(rolling)
 
     def _column(self, lengths: list[int]) -> Tensor:
@@ -456,17 +449,16 @@ class CacheStep:
             key_pos = torch.cat((key_pos, self.pos), dim=-1)
         return Mask(self.n_new, key_pos.shape[-1], True, window, self.pos, key_pos, self.device)
 
-    def _write_slice(self) -> slice | None:
-        """The slots to write when every row writes the same ones, in one piece."""
-        begin = self.start % self.cache.slots if self.uniform else 0
-        fits = self.uniform and begin + self.n_new <= self.cache.slots
-        return slice(begin, begin + self.n_new) if fits else None
-
-    def _write_indices(self, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Row, token and slot of each token to write: real, and among the last `slots` of its row."""
+    def _writes(self, new: Tensor) -> tuple[tuple, tuple]:
+        """Which slots take which new tokens: indices into (B, G, slots, D) and into (B, G, T, D)."""
+        every, n_slot = slice(None), self.cache.slots
+        if self.uniform and self.start % n_slot + self.n_new <= n_slot:  # one piece, the same in every row
+            begin = self.start % n_slot
+            return (every, every, slice(begin, begin + self.n_new)), (every,)
         token = torch.arange(self.n_new, device=self.device)
-        row, token = ((token < new) & (token >= new - self.cache.slots)).nonzero(as_tuple=True)
-        return row, token, (self._column(self.old_lengths)[row, 0] + token) % self.cache.slots
+        row, token = ((token < new) & (token >= new - n_slot)).nonzero(as_tuple=True)  # real, and not soon overwritten
+        slot = (self._column(self.old_lengths)[row, 0] + token) % n_slot
+        return (row, every, slot), (row, every, token)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Files new keys and values (B, G, T, D) and returns those the new queries look at, (B, G, S, D)."""
@@ -476,12 +468,7 @@ class CacheStep:
         seen = [kept[:, :, : self.n_read] for kept in (keys, values)]  # views: what is written now is seen too
         if self.read_first:
             seen = [torch.cat((old, fresh), dim=2) for old, fresh in zip(seen, (k, v), strict=True)]
-        for kept, fresh in ((keys, k), (values, v)):
-            if isinstance(self.write, slice):
-                kept[:, :, self.write] = fresh
-            else:
-                row, token, slot = self.write
-                kept[row, :, slot] = fresh[row, :, token]
+        keys[self.into], values[self.into] = k[self.taken], v[self.taken]
         return tuple(seen)
 
     def finish(self) -> None:

@@ -169,8 +169,7 @@ class _Reader:
         if self.cache is not None:
             self.cache = self.cache.select(rows)
         elif self.memory is not None:
-            lengths = None if self.memory.lengths is None else self.memory.lengths[rows]
-            self.memory = Memory(self.memory.hidden[rows], lengths)
+            self.memory = self.memory.select(rows)
 
 
 Event = tuple[int, int, float, str | None]
