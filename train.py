@@ -62,28 +62,31 @@ def flatten(values: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
 if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds to load
     REQUEST = command(read_request)(sys.argv[1:])
 
-import contextlib  # noqa: E402
-import ctypes  # noqa: E402
-import json  # noqa: E402
-import math  # noqa: E402
-import os  # noqa: E402
-import shutil  # noqa: E402
-import signal  # noqa: E402
-import textwrap  # noqa: E402
-import time  # noqa: E402
+import contextlib
+import ctypes
+import json
+import math
+import os
+import shutil
+import signal
+import textwrap
+import time
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+# A thread that waits for the others should sleep, not spin: beside another busy program a spinning one stalls for seconds.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is imported
 
-from checkpoint import checkpoints, link, load_optimizer, load_weights, read_checkpoint, save_checkpoint  # noqa: E402
-from data.loader import IGNORE, Batches, check_ids, check_length, validation_windows  # noqa: E402
-from data.prepare import Corpus, prepare  # noqa: E402
-from model import build_model  # noqa: E402
-from optim import build_optimizer, learning_rate, set_learning_rate  # noqa: E402
-from plots import loss_curve  # noqa: E402
-from sample import generate  # noqa: E402
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from checkpoint import checkpoints, link, load_optimizer, load_weights, read_checkpoint, save_checkpoint
+from data.loader import IGNORE, Batches, check_ids, check_length, validation_windows
+from data.prepare import Corpus, prepare
+from model import build_model
+from optim import build_optimizer, learning_rate, set_learning_rate
+from plots import loss_curve
+from sample import generate
 
 
 def say(text: str = "") -> None:
@@ -428,13 +431,17 @@ def start_wandb(config: Config, run: Path):
         return wandb.init(mode="offline", settings=settings, **options)
 
 
+def check_free(run: Path) -> None:
+    """Raises `ConfigError` if the folder of a new run holds anything."""
+    if run.exists() and (not run.is_dir() or any(run.iterdir())):
+        hint = f"go on with it: --resume {run}; or " if (run / "config.toml").exists() else ""
+        raise ConfigError(f"train.run_dir = {run} is in use already; {hint}choose another")
+
+
 def new_run(config: Config, name: str) -> Path:
     """Creates the folder of a new run: the one asked for, or the next free runs/NAME, runs/NAME-2, ..."""
     if config.train.run_dir is not None:
         run = Path(config.train.run_dir)
-        if run.exists() and (not run.is_dir() or any(run.iterdir())):
-            hint = f"go on with it: --resume {run}; or " if (run / "config.toml").exists() else ""
-            raise ConfigError(f"train.run_dir = {run} is in use already; {hint}choose another")
         run.mkdir(parents=True, exist_ok=True)
         return run
     for number in range(1, 10_000):
@@ -449,9 +456,10 @@ def new_run(config: Config, name: str) -> Path:
 
 def describe(config: Config, model: nn.Module, corpus: Corpus, batches: Batches, run: Path) -> None:
     """Says what will happen before it does."""
+    scaled = config.model.rope_scaling.kind != "none"
     for section, values in config.model_dump(exclude_none=True).items():
-        text = f"{section}: " + ", ".join(f"{key.partition('.')[0] and key} {value}" for key, value in flatten(values))
-        say(textwrap.fill(text, 118, subsequent_indent="  ", break_long_words=False))
+        shown = ", ".join(f"{k} {v}" for k, v in flatten(values) if scaled or not k.startswith("rope_scaling."))
+        say(textwrap.fill(f"{section}: {shown}", 118, subsequent_indent="  ", break_long_words=False))
     steps, passes = config.train.steps, batches.passes(config.train.steps)
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters; run folder {run}")
     say(
@@ -467,6 +475,8 @@ def describe(config: Config, model: nn.Module, corpus: Corpus, batches: Batches,
 def main(request: Request) -> None:
     config = request.config
     keep_freed_memory()
+    if request.resume is None and config.train.run_dir is not None:
+        check_free(Path(config.train.run_dir))
     if config.model.kind == "encoder_decoder":
         raise ConfigError("model.kind = encoder_decoder needs pairs to train on, and no data.source gives them yet")
     corpus = prepare(config.data, seed=0)  # not the run's: runs of several seeds read the same text
