@@ -72,7 +72,7 @@ import signal
 import textwrap
 import time
 
-# A thread that waits for the others should sleep, not spin: beside another busy program a spinning one stalls for seconds.
+# A thread that waits for the others should soon sleep: beside another busy program one that spins stalls for seconds.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is imported
 
 import numpy as np
