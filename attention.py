@@ -7,7 +7,6 @@ V vocabulary.
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -48,9 +47,14 @@ class Mask:
         aligned = self.query_pos is None and self.key_pos is None and self.n_query == self.n_key
         return self.causal and aligned and (self.window is None or self.window >= self.n_key)
 
-    @cached_property
+    @property
     def visible(self) -> Tensor:
         """True where the query may see the key; (T, S), or (B, 1, T, S) when positions differ per row."""
+        if "rendered" not in self.__dict__:  # what cached_property does, less a lock that torch.compile cannot trace
+            self.__dict__["rendered"] = self._render()
+        return self.__dict__["rendered"]
+
+    def _render(self) -> Tensor:
         query = torch.arange(self.n_query, device=self.device) if self.query_pos is None else self.query_pos
         key = torch.arange(self.n_key, device=self.device) if self.key_pos is None else self.key_pos
         query, key = query.unsqueeze(-1), key.unsqueeze(-2)  # (…, T, 1), (…, 1, S)

@@ -27,6 +27,13 @@ from config.schema import ModelConfig
 Observer = Callable[[int, str, Tensor], None]  # layer, "self" | "cross" | "encoder", weights (B, H, T, S)
 
 
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) * gain (arXiv 1910.07467), in the precision of the gain, whatever autocast has made of x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 class MultiHeadAttention(nn.Module):
     """Concat(head_1, ..., head_H) W_O, head_h = Attention(X W_Q, Y W_K, Y W_V) ("Attention Is All You Need", 3.2.2).
 
@@ -43,8 +50,8 @@ class MultiHeadAttention(nn.Module):
         self.k_proj = nn.Linear(config.d_model, key_width, bias=config.bias)
         self.v_proj = nn.Linear(config.d_model, key_width, bias=config.bias)
         self.o_proj = nn.Linear(query_width, config.d_model, bias=config.bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def keys_values(self, y: Tensor, angles: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What `y` (B, S, C) offers to be looked at: keys and values, (B, G, S, D) each, keys rotated by `angles`."""
@@ -139,7 +146,7 @@ class Block(nn.Module):
 def _norm(config: ModelConfig) -> nn.Module:
     if config.norm == "layernorm":
         return nn.LayerNorm(config.d_model, config.norm_eps, bias=config.bias)
-    return nn.RMSNorm(config.d_model, config.norm_eps)
+    return RMSNorm(config.d_model, config.norm_eps)
 
 
 class Memory(NamedTuple):
@@ -170,7 +177,7 @@ class Stack(nn.Module):
         """tokens (B, T) -> the last hidden states (B, T, C)."""
         n_query = tokens.shape[1]
         if cache is not None:
-            step = cache.plan(tokens, lengths)
+            step = cache.plan(self.config, tokens, lengths)
             pos, end, mask = step.pos, step.end, step.mask
         else:
             pos, end = torch.arange(n_query, device=tokens.device), n_query
@@ -231,6 +238,8 @@ def _source_mask(lengths: Tensor | None, n_query: int, n_key: int) -> Mask:
     """Every query sees the whole source, and none of its padding."""
     if lengths is None:
         return Mask(n_query, n_key, causal=False)
+    if lengths.dim() != 1:
+        raise ValueError(f"lengths must be one number a row, (B,), not {tuple(lengths.shape)}")
     pos = torch.arange(n_key, device=lengths.device)
     return Mask(n_query, n_key, causal=False, key_pos=torch.where(pos < lengths.unsqueeze(1), pos, -1))
 
@@ -265,14 +274,13 @@ class LanguageModel(nn.Module):
         for stack in self.stacks():
             stack.init_weights()
 
-    @staticmethod
-    def run(stack: Stack, tokens: Tensor, lengths, memory, cache, observe) -> Tensor:
-        if cache is None:
-            return stack(tokens, lengths, memory, observe=observe)
-        if observe is not None:
+    def run(self, tokens: Tensor, lengths, memory, cache, observe, head: bool) -> Tensor:
+        """The decoder's last hidden states (B, T, C), or what the `head` makes of them, (B, T, V)."""
+        if cache is not None and observe is not None:
             raise ValueError("observe needs the whole text in one call, without a cache")
-        with torch.no_grad():
-            return stack(tokens, lengths, memory, cache)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            hidden = self.decoder(tokens, lengths, memory, cache, observe)
+            return self.lm_head(hidden) if head else hidden
 
 
 class Decoder(LanguageModel):
@@ -283,7 +291,7 @@ class Decoder(LanguageModel):
 
     def forward(self, tokens: Tensor, lengths: Tensor | None = None, cache=None, observe: Observer | None = None):
         """Token ids (B, T) -> logits (B, T, V). Arguments as in `features`."""
-        return self.lm_head(self.features(tokens, lengths, cache, observe))
+        return self.run(tokens, lengths, None, cache, observe, head=True)
 
     def features(self, tokens: Tensor, lengths: Tensor | None = None, cache=None, observe: Observer | None = None):
         """Token ids (B, T), rows right-padded -> the last hidden states (B, T, C).
@@ -294,7 +302,7 @@ class Decoder(LanguageModel):
         out by position, so it takes no cache. Raises ValueError for both together, past the end of learned positions,
         and when the cache is full.
         """
-        return self.run(self.decoder, tokens, lengths, None, cache, observe)
+        return self.run(tokens, lengths, None, cache, observe, head=False)
 
 
 class EncoderDecoder(LanguageModel):
@@ -315,11 +323,11 @@ class EncoderDecoder(LanguageModel):
 
     def decode(self, target, memory: Memory, lengths=None, cache=None, observe: Observer | None = None) -> Tensor:
         """Target ids (B, T) and an encoded source -> logits (B, T, V). Arguments as in `Decoder.features`."""
-        return self.lm_head(self.features(target, memory, lengths, cache, observe))
+        return self.run(target, lengths, memory, cache, observe, head=True)
 
     def features(self, target, memory: Memory, lengths=None, cache=None, observe: Observer | None = None) -> Tensor:
         """As `decode`, but the last hidden states (B, T, C)."""
-        return self.run(self.decoder, target, lengths, memory, cache, observe)
+        return self.run(target, lengths, memory, cache, observe, head=False)
 
 
 def build_model(config: ModelConfig) -> Decoder | EncoderDecoder:
@@ -341,8 +349,8 @@ class KVCache:
     values are computed at the first decode of a source and kept with it.
     """
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor], capacity: int, row_lengths: list[int]):
-        self.keys, self.values, self.capacity, self.row_lengths = keys, values, capacity, row_lengths
+    def __init__(self, keys: list[Tensor], values: list[Tensor], window: int | None, capacity: int, lengths: list[int]):
+        self.keys, self.values, self.window, self.capacity, self.row_lengths = keys, values, window, capacity, lengths
         self.memory: Memory | None = None
         self.cross: list[tuple[Tensor, Tensor]] = []
 
@@ -350,11 +358,13 @@ class KVCache:
     def allocate(cls, config: ModelConfig, batch_size: int, capacity: int, dtype=None, device=None) -> "KVCache":
         """Room for `capacity` tokens a row, in the model's `dtype` and on its `device` (float32 on the CPU)."""
         config = config.resolve()
+        if batch_size < 1 or capacity < 1:
+            raise ValueError(f"a cache needs at least one row and one token, not {batch_size} and {capacity}")
         shape = (batch_size, config.n_kv_head, min(capacity, config.window or capacity), config.head_dim)
         keys, values = (
             [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)] for _ in range(2)
         )
-        return cls(keys, values, capacity, [0] * batch_size)
+        return cls(keys, values, config.window, capacity, [0] * batch_size)
 
     @property
     def slots(self) -> int:
@@ -375,13 +385,10 @@ class KVCache:
 
         With an encoded source, decode with the new cache's `memory`: its rows are selected too.
         """
-        rows = torch.as_tensor(rows, device=self.keys[0].device)
-        new = KVCache(
-            [k[rows] for k in self.keys],
-            [v[rows] for v in self.values],
-            self.capacity,
-            [self.row_lengths[row] for row in rows.tolist()],
-        )
+        rows = torch.arange(len(self.row_lengths), device=self.keys[0].device)[rows]  # so that a boolean mask will do
+        lengths = [self.row_lengths[row] for row in rows.tolist()]
+        keys, values = [k[rows] for k in self.keys], [v[rows] for v in self.values]
+        new = KVCache(keys, values, self.window, self.capacity, lengths)
         new.memory = self.memory and self.memory.select(rows)
         new.cross = [(k[rows], v[rows]) for k, v in self.cross]
         return new
@@ -396,8 +403,11 @@ class KVCache:
             self.cross.append(compute(memory.hidden))
         return self.cross[layer]
 
-    def plan(self, tokens: Tensor, lengths: Tensor | None) -> "CacheStep":
-        """Where a call's tokens (B, T) go. Raises ValueError if they do not fit."""
+    def plan(self, config: ModelConfig, tokens: Tensor, lengths: Tensor | None) -> "CacheStep":
+        """Where a call's tokens (B, T) go. Raises ValueError if they do not fit, or the model is another."""
+        shape = (len(self.keys), self.keys[0].shape[1], self.keys[0].shape[3], self.window)
+        if shape != (wanted := (config.n_layer, config.n_kv_head, config.head_dim, config.window)):
+            raise ValueError(f"the cache is for (layers, heads, width, window) = {shape}, the model has {wanted}")
         n_row, n_new = tokens.shape
         new = [n_new] * n_row if lengths is None else lengths.tolist()
         if n_row != len(self.row_lengths) or len(new) != n_row:
