@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import KERNELS
+from cache import KVCache
 from config.schema import ModelConfig, RopeScaling
-from model import KVCache, build_model
+from model import build_model
 from tests.helpers import (
     POSITIONS,
     POST_NORM,
