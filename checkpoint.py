@@ -24,8 +24,9 @@ from model import Decoder, EncoderDecoder, build_model
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's parameters under the names they have in a checkpoint, each once: a tied head has none of its own."""
-    return dict(model.named_parameters())
+    """The model's parameters under the names they have in a checkpoint, each once: a tied head has none of its own,
+    and what wraps the model (compilation, many processes) adds nothing."""
+    return {name.replace("_orig_mod.", "").removeprefix("module."): p for name, p in model.named_parameters()}
 
 
 def save_checkpoint(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict, keep: int) -> Path:
@@ -37,11 +38,13 @@ def save_checkpoint(run: Path, model: nn.Module, optimizer: torch.optim.Optimize
     partial = run / f".{folder.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    names = {id(p): name for name, p in model.named_parameters()}
+    parameters = parameters_by_name(model)
+    names = {id(p): name for name, p in parameters.items()}
     tensors = {f"{names[id(p)]}.{key}": value for p, values in optimizer.state.items() for key, value in values.items()}
-    _write_tensors(partial / "weights.safetensors", {n: p.detach() for n, p in parameters_by_name(model).items()})
+    _write_tensors(partial / "weights.safetensors", {n: p.detach() for n, p in parameters.items()})
     _write_tensors(partial / "state.safetensors", tensors)
     checksums = {path.name: _checksum(path) for path in sorted(partial.glob("*.safetensors"))}
+    checksums["state.json"] = _state_checksum(state)
     (partial / "state.json").write_text(json.dumps({**state, "checksums": checksums}, indent=1), "utf-8")
     _flush(partial / "state.json")
     _flush(partial)
@@ -80,6 +83,12 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _state_checksum(state: dict) -> str:
+    """Of everything in state.json but the checksums themselves."""
+    values = {key: value for key, value in state.items() if key != "checksums"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
 def _prune(run: Path, keep: int) -> None:
     linked = {(run / name).resolve() for name in ("best", "last")}
     for folder in checkpoints(run)[:-keep]:
@@ -94,17 +103,21 @@ def checkpoints(run: Path) -> list[Path]:
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict]:
     """Weights, optimizer tensors and state of a checkpoint. Raises `UserError` naming a damaged file."""
+    file, tensors = folder / "state.json", []
     try:
-        file = folder / "state.json"
         state = json.loads(file.read_text("utf-8"))
-        tensors = []
+        checksums = state["checksums"]
+        if checksums["state.json"] != _state_checksum(state):
+            raise UserError(f"{file} is damaged: it is not what was saved")
         for name in ("weights.safetensors", "state.safetensors"):
             file = folder / name
-            if _checksum(file) != state["checksums"][name]:
+            if _checksum(file) != checksums[name]:
                 raise UserError(f"{file} is damaged: its checksum is not the one in state.json")
             tensors.append(load_file(file))
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise UserError(f"{file} is damaged: {error}") from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        raise UserError(f"{file} is damaged: {type(error).__name__}: {error}") from None
     return tensors[0], tensors[1], state
 
 
@@ -125,10 +138,12 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], where: Path
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
     """Gives every parameter the optimizer state that was saved under its name, on the parameter's device."""
     parameters = parameters_by_name(model)
+    fused = optimizer.defaults.get("fused")
     for name, value in tensors.items():
         parameter_name, _, key = name.rpartition(".")
         parameter = parameters[parameter_name]
-        optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+        keep = key == "step" and not fused  # torch counts steps on the CPU, but for fused kernels where they run
+        optimizer.state[parameter][key] = value if keep else value.to(parameter.device)
 
 
 def find_run(run: str | Path | None, root: Path = Path("runs")) -> Path:
@@ -159,6 +174,8 @@ def load_model(run: str | Path, checkpoint: str = "best") -> tuple[Decoder | Enc
     """
     run = find_run(run)
     config = read_toml(run / "config.toml")
+    if config.model.vocab_size is None:
+        raise UserError(f"{run / 'config.toml'} is not what was saved: it has no model.vocab_size")
     folder = run / checkpoint
     if checkpoint == "best" and not folder.exists():
         folder = run / "last"

@@ -9,7 +9,7 @@ from config.schema import OptimConfig
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Every parameter once: matrices, embeddings too, decay; norm gains and biases do not. A tied matrix counts once."""
+    """Every parameter once: matrices, embeddings too, decay; norm gains and biases do not. A tied one counts once."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
@@ -39,7 +39,7 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     """
     warm = config.warmup_steps
     if step < warm:
-        return config.learning_rate * (step + 1) / warm
+        return config.learning_rate * ((step + 1) / warm)  # the last share is exactly one
     if config.schedule == "constant":
         share = 1.0
     elif config.schedule == "noam":

@@ -6,10 +6,11 @@ alone, prompt first; everything else goes to standard error.
 
 import argparse
 import json
+import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import NoReturn
 
 from config import UserError, command
@@ -33,45 +34,51 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line of `python sample.py`."""
     parser = Parser(prog="sample.py", description="Generate text from a trained run.", allow_abbrev=False)
     add = parser.add_argument
+
+    def number(name: str, kind: type, *limits: float, above: bool = False, **others) -> None:
+        add(name, type=_number(kind, *limits, above=above), metavar="N" if kind is int else "X", **others)
+
     add("run", nargs="?", metavar="RUN", help="folder of the run (default: the newest in runs/)")
-    add("--prompt", action="append", metavar="TEXT", help="what to continue; may be repeated")
+    add("--prompt", action="append", type=_text, metavar="TEXT", help="what to continue; may be repeated")
     add("--prompt-file", metavar="FILE", help="a file whose whole text is a prompt; - is standard input")
-    add("--num-samples", type=_number(int, 1), metavar="N", help="for each prompt (default: 1; without a prompt 3)")
-    add("--max-new-tokens", type=_number(int, 1), default=256, metavar="N", help="length limit (default: 256)")
-    add("--temperature", type=_number(float, 0), default=0.8, metavar="X", help="0 is greedy (default: 0.8)")
-    add("--top-k", type=_number(int, 0), default=0, metavar="N", help="only the N likeliest; 0: off (default)")
-    add(
-        "--top-p", type=_number(float, 0, 1), default=0.95, metavar="X", help="only the nucleus (default: 0.95; 1: off)"
-    )
-    add(
-        "--min-p",
-        type=_number(float, 0, 1),
-        default=0.0,
-        metavar="X",
-        help="only X times the likeliest; 0: off (default)",
-    )
-    add("--repetition-penalty", type=_number(float, 0), default=1.0, metavar="X", help="1: off (default)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
-    add("--seed", type=_number(int, 0), default=0, metavar="N", help="sample i draws with seed N + i (default: 0)")
+    number("--num-samples", int, 1, help="for each prompt (default: 1; without a prompt 3)")
+    number("--max-new-tokens", int, 1, default=256, help="length limit (default: 256)")
+    number("--temperature", float, 0, default=0.8, help="0 is greedy (default: 0.8)")
+    number("--top-k", int, 0, default=0, help="only the N likeliest; 0: off (default)")
+    number("--top-p", float, 0, 1, above=True, default=0.95, help="only the nucleus (default: 0.95; 1: off)")
+    number("--min-p", float, 0, 1, default=0.0, help="only X times the likeliest or more; 0: off (default)")
+    number("--repetition-penalty", float, 0, above=True, default=1.0, help="1: off (default)")
+    add("--stop", action="append", type=_text, default=[], metavar="TEXT", help="end before this text; may be repeated")
+    number("--seed", int, 0, 2**63, default=0, help="sample i draws with seed N + i (default: 0)")
     add("--no-cache", action="store_true", help="recompute everything at each token")
     add("--checkpoint", default="best", metavar="NAME", help="best (default), last, or a step-NNNNNN of the run")
     add("--format", choices=["text", "jsonl"], default="text", help="jsonl: one object a sample")
     add("--device", choices=["cpu", "cuda", "mps"], default="cpu", help="default: cpu")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights and the cache")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if "" in options.stop:
+        parser.error("--stop: the text to end before must not be empty")
+    return options
 
 
-def _number(kind: type, low: float, high: float = float("inf")) -> Callable[[str], float]:
-    def number(text: str):
+def _text(argument: str) -> str:
+    """An argument as UTF-8, whatever Python made of it in the console's encoding."""
+    try:
+        return os.fsencode(argument).decode()
+    except UnicodeDecodeError:
+        raise argparse.ArgumentTypeError("the text is not UTF-8") from None
+
+
+def _number(kind: type, low: float, high: float = math.inf, above: bool = False) -> Callable[[str], float]:
+    limits = f"{'above' if above else 'at least'} {low}" + (f" and at most {high}" if high < math.inf else "")
+
+    def number(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
-            value = None
-        if value is None or not low <= value <= high or value == float("inf"):
-            limits = f"at least {low}" if high == float("inf") else f"between {low} and {high}"
-            raise argparse.ArgumentTypeError(
-                f"{text} must be a {'whole ' if kind is int else ''}number, {limits}"
-            ) from None
+            value = math.inf
+        if not low <= value <= high or value == math.inf or (above and value == low):
+            raise argparse.ArgumentTypeError(f"{text} must be a {'whole ' * (kind is int)}number, {limits}")
         return value
 
     return number
@@ -80,12 +87,12 @@ def _number(kind: type, low: float, high: float = float("inf")) -> Callable[[str
 if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds to load
     OPTIONS = command(parse_options)(sys.argv[1:])
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from checkpoint import find_run, load_model  # noqa: E402
-from data.tokenizer import StreamDecoder, Tokenizer  # noqa: E402
-from model import Decoder, EncoderDecoder, KVCache, Memory  # noqa: E402
+from checkpoint import find_run, load_model
+from data.tokenizer import StreamDecoder, Tokenizer
+from model import Decoder, EncoderDecoder, KVCache, Memory
 
 PREFILL = 512  # tokens of a prompt read at a time, which bounds the memory a long one takes
 
@@ -123,7 +130,7 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     """One id a row (N,) from softmax(logits) (N, V), by inverting its distribution function at `uniforms` in [0, 1)."""
     distribution = logits.softmax(-1).cumsum(-1)
-    height = uniforms * distribution[:, -1] * (1 - 1e-12)  # below the top, where only impossible tokens are left
+    height = uniforms * distribution[:, -1]  # stays below the top, where only impossible tokens are left
     return torch.searchsorted(distribution, height.unsqueeze(1), right=True).squeeze(1)
 
 
@@ -201,25 +208,30 @@ def stream(
     seeded seed + row. The log-probability is that of the model's own distribution, at temperature 1, nothing filtered.
     Reasons: end (`end_id`), stop (the row's new ids end with a sequence of `stop`, or `stop` says so of them), length
     (`max_new_tokens`, or the last of learned positions: a prompt of n ids yields at most max_seq_len - n + 1).
-    Raises ValueError for an empty prompt without `end_id`, one longer than learned positions, or a setting out of range.
+    ValueError for an empty prompt without `end_id`, one longer than learned positions, and settings out of range.
     """
     _check(temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens)
     was_training = model.training
     model.eval()
     try:
         texts, memory = _starts(model, prompts, end_id)
+        if not texts or max_new_tokens == 0:
+            return
         limits = [min(max_new_tokens, _room(model, len(text))) for text in texts]
-        capacity = max((len(text) + max_new_tokens - 1 for text in texts), default=0)
+        capacity = max(len(text) + limit - 1 for text, limit in zip(texts, limits, strict=True))
         reader = _Reader(model, texts, memory, capacity, use_cache)
         generators = [torch.Generator().manual_seed(seed + row) for row in range(len(texts))]
         seen = torch.zeros(len(texts), model.config.vocab_size, dtype=torch.bool)
         for row, text in enumerate(texts):
             seen[row, text] = True
-        rows, new, feed = list(range(len(texts))) if max_new_tokens else [], [[] for _ in texts], texts
+        rows, new, feed = list(range(len(texts))), [[] for _ in texts], texts
         while rows:
             logits = reader.read(feed).cpu().double()
+            if not logits.isfinite().all():
+                raise ValueError("the model's logits are not finite: its weights are damaged or its training diverged")
             choices = penalize_repetition(logits, seen[rows], repetition_penalty)
-            choices[:, vocab_size:] = -torch.inf if vocab_size is not None else choices[:, vocab_size:]
+            if vocab_size is not None:
+                choices[:, vocab_size:] = -torch.inf
             ids = _choose(choices, [generators[row] for row in rows], temperature, top_k, top_p, min_p)
             log_probabilities = logits.log_softmax(-1)[range(len(rows)), ids].tolist()
             going = []
@@ -254,7 +266,7 @@ def generate(model: Decoder | EncoderDecoder, prompts: Sequence[Sequence[int]], 
 
 
 def _check(temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens) -> None:
-    if temperature < 0:
+    if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature = {temperature} must be 0 (greedy) or more")
     if top_k is not None and top_k < 0:
         raise ValueError(f"top_k = {top_k} must be 0 (off) or more")
@@ -262,7 +274,7 @@ def _check(temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens)
         raise ValueError(f"top_p = {top_p} must be above 0 and at most 1 (off)")
     if min_p is not None and not 0 <= min_p <= 1:
         raise ValueError(f"min_p = {min_p} must be between 0 (off) and 1")
-    if repetition_penalty <= 0:
+    if not 0 < repetition_penalty < math.inf:
         raise ValueError(f"repetition_penalty = {repetition_penalty} must be above 0 (1: off)")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens = {max_new_tokens} must be 0 or more")
@@ -287,7 +299,7 @@ def _starts(model, prompts, end_id: int | None) -> tuple[list[list[int]], Memory
 def _room(model, n_prompt: int) -> float:
     """How many tokens can follow a prompt; the last one is never read, so it needs no position."""
     learned = model.config.position == "learned"
-    return model.config.max_seq_len - n_prompt + 1 if learned else float("inf")
+    return model.config.max_seq_len - n_prompt + 1 if learned else math.inf
 
 
 def _choose(logits: Tensor, generators, temperature, top_k, top_p, min_p) -> Tensor:
@@ -382,11 +394,10 @@ def _device(name: str) -> str:
 def read_prompts(options: argparse.Namespace, kind: str) -> list[str]:
     """The prompts asked for, each as often as it is to be continued."""
     prompts = list(options.prompt or [])
-    if options.prompt_file == "-":
-        prompts.append(sys.stdin.buffer.read().decode("utf-8", "replace"))
-    elif options.prompt_file:
+    if options.prompt_file:
         try:
-            prompts.append(Path(options.prompt_file).read_text("utf-8-sig"))
+            with open(0 if options.prompt_file == "-" else options.prompt_file, encoding="utf-8-sig") as file:
+                prompts.append(file.read())
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--prompt-file {options.prompt_file} cannot be read: {error}") from None
     if not prompts and kind == "encoder_decoder":
@@ -395,7 +406,7 @@ def read_prompts(options: argparse.Namespace, kind: str) -> list[str]:
 
 
 def print_text(events: Iterator[Event], prompts: list[str], tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-    """The samples one after another, a blank line between them: the first as it comes, the others when it is their turn."""
+    """The samples one after another, a blank line between them: the first as it comes, the others in their turn."""
     texts, waiting, done = [Text(tokenizer, stops) for _ in prompts], list(prompts), [False] * len(prompts)
     turn = 0
     for row, id, _, reason in events:

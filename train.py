@@ -217,7 +217,8 @@ class Trainer:
             raise UserError(f"the loss is {nats} at step {state.step}; {last} a lower optim.learning_rate")
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.grad_clip or math.inf)
-        self.scaler.step(self.optimizer)
+        if n_target:  # without targets there is nothing to learn, and neither decay nor momentum may move a weight
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         state.step, state.tokens = state.step + 1, state.tokens + n_target
@@ -235,13 +236,13 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """The loss over the whole validation split: nats per token, and bits per byte of text."""
         tokens, train = self.corpus.val, self.config.train
-        self.model.eval()
+        self.loss.eval()  # the model in it too: no dropout, no label smoothing
         nats = 0.0
         windows = validation_windows(tokens, self.config.model.max_seq_len, train.micro_batch_size or train.batch_size)
         for inputs, targets, _ in windows:
             with self.machine.autocast():
                 nats += self.loss(inputs.to(self.machine.device), targets.to(self.machine.device)).item()
-        self.model.train()
+        self.loss.train()
         first = len(self.corpus.tokenizer.piece(int(tokens[0])))  # the first token is never a target
         return {
             "val_loss": nats / (len(tokens) - 1),
@@ -275,12 +276,17 @@ class Trainer:
             },
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
+            "corpus": self.corpus.folder.name,
         }
         return save_checkpoint(self.run, self.model, self.optimizer, state, self.config.train.keep_checkpoints)
 
     def restore(self, folder: Path) -> None:
         """Goes back to a checkpoint: weights, optimizer, counters, and metrics.jsonl as long as it was then."""
         weights, tensors, state = read_checkpoint(folder)
+        if state["corpus"] != (corpus := self.corpus.folder.name):
+            raise UserError(
+                f"the text has changed since {self.run} began: it was {state['corpus']}, now it is {corpus}"
+            )
         load_weights(self.model, weights, folder)
         load_optimizer(self.model, self.optimizer, tensors)
         if state["scaler"]:
@@ -289,7 +295,19 @@ class Trainer:
             say(f"note: {torch.get_num_threads()} threads instead of {state['threads']}; sums may round differently")
         self.state = State(**{name: state[name] for name in vars(self.state)})
         self.state.best_loss = math.inf if self.state.best_loss is None else self.state.best_loss
-        os.truncate(self.run / "metrics.jsonl", self.state.metrics_bytes)
+        self.cut_metrics()
+        link(self.run, "last", folder)  # a kill may have come between saving and linking
+        if self.state.best_step == self.state.step:
+            link(self.run, "best", folder)
+
+    def cut_metrics(self) -> None:
+        """Ends metrics.jsonl where the checkpoint was written; if it has lost lines since, after the last whole one."""
+        file, size = self.run / "metrics.jsonl", self.state.metrics_bytes
+        file.touch()
+        if file.stat().st_size < size:
+            say(f"note: {file} has lost lines")
+            size = file.read_bytes().rfind(b"\n") + 1
+        os.truncate(file, size)
 
 
 def seed_everything(*numbers: int) -> None:
@@ -361,7 +379,7 @@ def train(trainer: Trainer, log: Log) -> None:
         now = time.perf_counter()
         state.seconds, clock, taken = state.seconds + now - clock, now, now - clock
         pace.add(taken)
-        last = state.step >= total
+        last = state.step >= trainer.planned_steps()  # a slow step may have brought the end of max_minutes nearer
         evaluating = last or due(state.step, config.train.eval_interval)
         if last or due(state.step, config.log.interval) or evaluating:
             if evaluating:
@@ -410,14 +428,21 @@ def due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def start_wandb(config: Config, run: Path):
-    """The Weights & Biases run, or None. Never asks for anything: without a key it logs offline."""
+def import_wandb(config: Config):
+    """The package, if it is asked for."""
     if config.log.wandb == "disabled":
         return None
     try:
         import wandb
     except ImportError:
         raise ConfigError(f"log.wandb = {config.log.wandb} needs a package: pip install wandb") from None
+    return wandb
+
+
+def start_wandb(wandb, config: Config, run: Path):
+    """The Weights & Biases run, or None. Never asks for anything: without a key it logs offline."""
+    if wandb is None:
+        return None
     mode = config.log.wandb
     if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
         say("Weights & Biases: no key on this machine, logging offline")
@@ -442,7 +467,10 @@ def new_run(config: Config, name: str) -> Path:
     """Creates the folder of a new run: the one asked for, or the next free runs/NAME, runs/NAME-2, ..."""
     if config.train.run_dir is not None:
         run = Path(config.train.run_dir)
-        run.mkdir(parents=True, exist_ok=True)
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"train.run_dir = {run} cannot be made: {error.strerror}") from None
         return run
     for number in range(1, 10_000):
         run = Path("runs") / (name if number == 1 else f"{name}-{number}")
@@ -452,6 +480,13 @@ def new_run(config: Config, name: str) -> Path:
         except FileExistsError:
             continue
     raise ConfigError(f"runs/{name} to runs/{name}-9999 are all in use; clear some away, or give train.run_dir")
+
+
+def write_config(config: Config, run: Path) -> None:
+    """Writes the run's config.toml, whole or not at all: without it the run could not be read any more."""
+    fresh = run / ".config.toml"
+    fresh.write_text(to_toml(config), "utf-8")
+    fresh.replace(run / "config.toml")
 
 
 def describe(config: Config, model: nn.Module, corpus: Corpus, batches: Batches, run: Path) -> None:
@@ -479,6 +514,7 @@ def main(request: Request) -> None:
         check_free(Path(config.train.run_dir))
     if config.model.kind == "encoder_decoder":
         raise ConfigError("model.kind = encoder_decoder needs pairs to train on, and no data.source gives them yet")
+    wandb = import_wandb(config)
     corpus = prepare(config.data, seed=0)  # not the run's: runs of several seeds read the same text
     check_ids(corpus.largest_id, config.model.vocab_size or corpus.tokenizer.vocab_size)
     config = config.model_copy(update={"model": config.model.resolve(corpus.tokenizer.vocab_size)})
@@ -487,15 +523,15 @@ def main(request: Request) -> None:
         check_length(getattr(corpus, split), config.model.max_seq_len, split)
     run = request.resume or new_run(config, request.name)
     trainer = Trainer(config, run, corpus, machine)
-    if request.resume is None or not checkpoints(run):
-        (run / "config.toml").write_text(to_toml(config), "utf-8")
+    if saved := checkpoints(run):
+        trainer.restore(saved[-1])
+        say(f"going on with {run} from step {trainer.state.step}")
+    else:
         corpus.tokenizer.save(run / "tokenizer")
         (run / "metrics.jsonl").write_bytes(b"")
-    else:
-        trainer.restore(run / "last")
-        say(f"going on with {run} from step {trainer.state.step}")
+    write_config(config, run)
     describe(config, trainer.model, corpus, trainer.batches, run)
-    log = Log(trainer, start_wandb(config, run))
+    log = Log(trainer, start_wandb(wandb, config, run))
     train(trainer, log)
     log.close()
     loss_curve(run / "metrics.jsonl", run / "loss.png")

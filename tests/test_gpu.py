@@ -1,0 +1,58 @@
+"""What only an accelerator can show. Run with: pytest -m gpu"""
+
+import pytest
+import torch
+
+from attention import KERNELS
+from cache import KVCache
+from config.schema import ModelConfig
+from model import build_model
+from sample import generate
+from tests.helpers import TINY
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return build_model(ModelConfig(**TINY, n_kv_head=2, window=5)).cuda().eval()
+
+
+def test_every_kernel_is_the_definition(model):
+    tokens = torch.randint(31, (2, 40), device="cuda")
+    outputs = []
+    for kernel in KERNELS:
+        other = build_model(model.config.model_copy(update={"kernel": kernel})).cuda().eval()
+        other.load_state_dict(model.state_dict())
+        outputs.append(other(tokens))
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0], atol=1e-4, rtol=0)
+
+
+def test_cached_is_uncached(model):
+    tokens = torch.randint(31, (2, 40), device="cuda")
+    cache = KVCache.allocate(model.config, 2, 40, device="cuda")
+    pieces = [model(piece, cache=cache) for piece in tokens.split([3, 1, 5, 1, 30], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens), atol=1e-4, rtol=0)
+
+
+def test_greedy_text_is_that_of_the_cpu(model):
+    prompts = [[1, 2, 3], [4]]
+    assert generate(model, prompts, max_new_tokens=30) == generate(model.cpu(), prompts, max_new_tokens=30)
+
+
+def test_bfloat16_trains():
+    model = build_model(ModelConfig(**TINY)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    tokens = torch.randint(31, (4, 33), device="cuda")
+    losses = []
+    for _ in range(30):
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]

@@ -1,0 +1,185 @@
+"""Tiny training runs: a preset, a text, the command in this process, and what it left behind."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import checkpoint
+import train
+from config.schema import Config
+from data.loader import Batches
+from data.prepare import Corpus, prepare
+
+TINY = {
+    "model": {"n_layer": 1, "n_head": 2, "d_model": 16, "d_ff": 16, "max_seq_len": 16},
+    "data": {"source": "text.txt", "tokenizer": "bytes", "bpe_vocab_size": 280},
+    "optim": {"warmup_steps": 2, "learning_rate": 1e-2},
+    "train": {
+        "steps": 8,
+        "batch_size": 4,
+        "eval_interval": 0,
+        "checkpoint_interval": 0,
+        "device": "cpu",
+        "dtype": "float32",
+        "compile": "off",
+    },
+    "log": {"interval": 1, "sample_tokens": 0},
+}
+
+
+def text(n_words: int = 400) -> str:
+    """Words in a random order, always the same; not only ASCII."""
+    words = ["별", "star", "é", "the", "cat", "sees", "a", "bright", "sky", "\n"]
+    return " ".join(np.random.default_rng(0).choice(words, n_words))
+
+
+def settings(**sections: dict) -> Config:
+    """The tiny configuration with some options changed: settings(train={"steps": 3})."""
+    merged = {name: {**options, **sections.get(name, {})} for name, options in TINY.items()}
+    config = Config.model_validate(merged)
+    return config.model_copy(update={"model": config.model.resolve(257)})
+
+
+def corpus_of(train_ids, val_ids=None) -> Corpus:
+    """A corpus of given ids that never touched the disk; bytes, so each id is one byte."""
+    from data.tokenizer import ByteTokenizer
+
+    train_ids, val_ids = (np.asarray(ids, np.uint16) for ids in (train_ids, train_ids if val_ids is None else val_ids))
+    sizes = [len(train_ids), len(val_ids)] * 2
+    return Corpus(Path(), ByteTokenizer(), train_ids, val_ids, int(max(train_ids.max(), val_ids.max())), *sizes)
+
+
+def byte_corpus(tmp_path: Path, tokenizer: str = "bytes", n_words: int = 400) -> Corpus:
+    """A prepared corpus of `text`."""
+    file = tmp_path / "text.txt"
+    file.write_bytes(text(n_words).encode())
+    config = settings(data={"source": str(file), "tokenizer": tokenizer}).data
+    return prepare(config, seed=0, cache_dir=tmp_path / "cache")
+
+
+def make_trainer(corpus: Corpus, run: Path = Path("/nonexistent"), compile: bool = False, **sections) -> train.Trainer:
+    config = settings(**sections)
+    dtype = getattr(torch, config.train.dtype)
+    return train.Trainer(config, run, corpus, train.Machine("cpu", dtype, compile))
+
+
+class FixedBatch:
+    """Instead of `Batches`: the same inputs and targets at every step."""
+
+    def __init__(self, inputs, targets):
+        self.inputs, self.targets = torch.as_tensor(inputs), torch.as_tensor(targets)
+
+    def batch(self, step: int):
+        return self.inputs, self.targets
+
+
+def weights(trainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+class Place:
+    """A folder with a text and a preset in which `python train.py` is called, as a function."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def write_preset(self, name: str = "tiny", **sections) -> None:
+        """Writes the tiny preset with changes; the text is written once."""
+        from config import to_toml
+
+        merged = {key: {**options, **sections.get(key, {})} for key, options in TINY.items()}
+        (self.folder / f"{name}.toml").write_text(to_toml(Config.model_validate(merged)), "utf-8")
+        if not (self.folder / "text.txt").exists():
+            (self.folder / "text.txt").write_bytes(text().encode())
+
+    def train(self, *words: str) -> None:
+        """`python train.py WORDS`; without a preset or --resume that of `write_preset`."""
+        given = bool(words) and (words[0] == "--resume" or words[0].endswith(".toml"))
+        train.main(train.read_request([*([] if given else ["tiny.toml"]), *words]))
+
+
+class Stopper:
+    """Makes `Trainer.step` end the run after given steps, by a signal as the system would or by an error as a kill
+    would: at once, saving nothing."""
+
+    def __init__(self, monkeypatch):
+        self.signal_after, self.error_after, self.hashes = None, None, {}
+        step, batch = train.Trainer.step, Batches.batch
+
+        def stopping_step(trainer, *arguments, **options):
+            values = step(trainer, *arguments, **options)
+            if trainer.state.step == self.error_after:
+                raise Killed
+            if trainer.state.step == self.signal_after:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return values
+
+        def recording_batch(batches, number):
+            inputs, targets = batch(batches, number)
+            data = inputs.numpy().tobytes() + targets.numpy().tobytes()
+            self.hashes.setdefault(number, []).append(hashlib.sha256(data).hexdigest())
+            return inputs, targets
+
+        monkeypatch.setattr(train.Trainer, "step", stopping_step)
+        monkeypatch.setattr(Batches, "batch", recording_batch)
+
+
+class Killed(Exception):
+    """The process ended here."""
+
+
+def checkpoint_bytes(folder: Path) -> dict[str, bytes]:
+    """The weights and the optimizer state of a checkpoint, as they lie on the disk."""
+    return {name: (folder / name).read_bytes() for name in ("weights.safetensors", "state.safetensors")}
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+OPERATIONS = [
+    (os, "fsync"),
+    (Path, "mkdir"),
+    (Path, "rename"),
+    (Path, "replace"),
+    (Path, "symlink_to"),
+    (Path, "unlink"),
+    (Path, "write_text"),
+    (shutil, "rmtree"),
+    (checkpoint, "save_file"),
+]
+
+
+class Failing:
+    """Counts file operations and fails at the one numbered `at`, before it or half-way through its writing."""
+
+    def __init__(self, monkeypatch, at=None, half=False, error=None):
+        self.count, self.at, self.half, self.active = 0, at, half, True
+        self.error = error or OSError(28, "No space left on device")
+        for owner, name in OPERATIONS:
+            monkeypatch.setattr(owner, name, self.wrap(name, getattr(owner, name)))
+
+    def wrap(self, name, operation):
+        def operate(*arguments, **options):
+            if not self.active:
+                return operation(*arguments, **options)
+            self.count += 1
+            if self.count - 1 != self.at:
+                return operation(*arguments, **options)
+            self.active = False
+            if self.half and name == "save_file":
+                operation(*arguments, **options)
+                os.truncate(arguments[1], os.path.getsize(arguments[1]) // 2)
+            elif self.half and name == "write_text":
+                arguments[0].write_text(arguments[1][: len(arguments[1]) // 2])
+            elif self.half and name == "rmtree" and arguments[0].exists():
+                next(path for path in arguments[0].iterdir()).unlink()
+            raise self.error
+
+        return operate
