@@ -22,8 +22,10 @@ from config import Config, UserError, read_toml
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import Decoder, EncoderDecoder, build_model
 
+Tensors = dict[str, torch.Tensor]  # by parameter name
 
-def parameters_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
+
+def parameters_by_name(model: nn.Module) -> Tensors:
     """The model's parameters under the names they have in a checkpoint, each once: a tied head has none of its own,
     and what wraps the model (compilation, many processes) adds nothing."""
     return {name.replace("_orig_mod.", "").removeprefix("module."): p for name, p in model.named_parameters()}
@@ -65,7 +67,7 @@ def link(run: Path, name: str, folder: Path) -> None:
     fresh.replace(run / name)
 
 
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _write_tensors(path: Path, tensors: Tensors) -> None:
     save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path)
     _flush(path)
 
@@ -101,27 +103,27 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(run.glob("step-*"), key=lambda folder: int(folder.name.partition("-")[2]))
 
 
-def read_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict]:
-    """Weights, optimizer tensors and state of a checkpoint. Raises `UserError` naming a damaged file."""
-    file, tensors = folder / "state.json", []
+def read_checkpoint(folder: Path, optimizer: bool = True) -> tuple[Tensors, Tensors, dict]:
+    """Weights, optimizer tensors (none unless asked for) and state. Raises `UserError` naming a damaged file."""
+    file, tensors = folder / "state.json", [{}, {}]
     try:
         state = json.loads(file.read_text("utf-8"))
         checksums = state["checksums"]
         if checksums["state.json"] != _state_checksum(state):
             raise UserError(f"{file} is damaged: it is not what was saved")
-        for name in ("weights.safetensors", "state.safetensors"):
+        for place, name in enumerate(["weights.safetensors", "state.safetensors"][: 1 + optimizer]):
             file = folder / name
             if _checksum(file) != checksums[name]:
                 raise UserError(f"{file} is damaged: its checksum is not the one in state.json")
-            tensors.append(load_file(file))
+            tensors[place] = load_file(file)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise UserError(f"{file} is damaged: {type(error).__name__}: {error}") from None
-    return tensors[0], tensors[1], state
+    return *tensors, state
 
 
-def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], where: Path) -> None:
+def load_weights(model: nn.Module, weights: Tensors, where: Path) -> None:
     """Copies weights into the model by name. Raises `UserError` unless names and shapes are exactly the model's."""
     parameters = parameters_by_name(model)
     if differing := sorted(parameters.keys() ^ weights.keys()):
@@ -135,7 +137,7 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], where: Path
         parameter.data.copy_(weights[name])
 
 
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
     """Gives every parameter the optimizer state that was saved under its name, on the parameter's device."""
     parameters = parameters_by_name(model)
     fused = optimizer.defaults.get("fused")
@@ -182,7 +184,7 @@ def load_model(run: str | Path, checkpoint: str = "best") -> tuple[Decoder | Enc
     if not folder.exists():
         there = ", ".join(path.name for path in checkpoints(run)) or "none"
         raise UserError(f"{run} has no checkpoint {checkpoint}; checkpoints: {there}")
-    weights, _, _ = read_checkpoint(folder)
+    weights, _, _ = read_checkpoint(folder, optimizer=False)
     model = build_model(config.model)
     load_weights(model, weights, folder.resolve())
     return model.eval(), load_tokenizer(run / "tokenizer"), config

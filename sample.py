@@ -381,6 +381,10 @@ def main(options: argparse.Namespace) -> None:
         (print_jsonl if options.format == "jsonl" else print_text)(events, prompts, tokenizer, options.stop)
     except ValueError as error:  # a setting, or a prompt, that this model cannot take
         raise UserError(str(error)) from None
+    except RuntimeError as error:  # torch has no class of its own for this on a CPU
+        if "allocate memory" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise UserError("there is not enough memory; lower --max-new-tokens or --num-samples") from None
 
 
 def _device(name: str) -> str:

@@ -104,8 +104,8 @@ class ModelConfig(Section):
     """The head is the embedding, transposed."""
     dropout: Share = 0.0
     """Share of the embeddings and of each sublayer's output that is zeroed in training."""
-    kernel: Literal["auto", "reference", "fused"] = "auto"
-    """Which computation of attention: reference (the equation), fused (torch's), auto (fused)."""
+    kernel: Literal["auto", "reference", "fused", "matmul"] = "auto"
+    """How attention is computed: reference (the equation), fused (torch's), matmul, auto (whichever is faster here)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
