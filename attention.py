@@ -125,7 +125,8 @@ def matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float |
         hidden = hidden.expand(-1, n_group, -1, -1).flatten(0, 1)  # (B·G, H/G·T, S)
     with torch.autocast(q.device.type, enabled=False):  # it would compute the softmax in float32
         # Finite, so that a row with nothing to see is no 0/0; exp makes it exactly 0 beside anything that is seen.
-        bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, torch.finfo(q.dtype).min)
+        lowest = torch.finfo(q.dtype).min / 2  # half, or a negative score could make it infinite after all
+        bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, lowest)
         scores = torch.baddbmm(bias.expand(len(queries), -1, -1), queries, keys, alpha=_scale(q, scale))
         weights = scores.softmax(dim=-1)
         if not mask.is_aligned:  # only then can there be such a row
@@ -166,15 +167,15 @@ def rotary_angles(pos: Tensor, head_dim: int, theta: float = 10000.0, scaling: R
 
     pos (…, T) -> (…, T, D/2) radians, float32 whatever the model is in: bfloat16 cannot tell position 257 from 256.
     """
-    return pos.unsqueeze(-1).float() * _rotary_frequencies(head_dim, theta, scaling or RopeScaling()).to(pos.device)
+    return pos.unsqueeze(-1).float() * _rotary_frequencies(head_dim, theta, scaling or RopeScaling(), pos.device)
 
 
-def _rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+def _rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling, device: torch.device) -> Tensor:
     """Radians per position of each of the D/2 pairs, fastest first."""
     if scaling.kind == "ntk":
         # A larger base leaves the fastest pair alone and slows the slowest by exactly `factor`.
         theta = theta * scaling.factor ** (head_dim / max(head_dim - 2, 1))
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequency = theta**-exponent  # (D/2,)
     if scaling.kind == "linear":
         return frequency / scaling.factor
@@ -189,7 +190,7 @@ def _rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Te
             for beta in (scaling.beta_fast, scaling.beta_slow)
         )
         low, high = max(math.floor(low), 0), min(math.ceil(high), head_dim - 1)
-        pair = torch.arange(head_dim // 2, dtype=torch.float32)
+        pair = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
         keep = 1 - ((pair - low) / max(high - low, 1e-3)).clamp(0, 1)
     else:
         return frequency

@@ -119,7 +119,7 @@ class CacheStep:
         rolling = cache.slots < cache.capacity
         self.read_first = rolling and n_new > 1
         self.n_read = min(max(self.old_lengths) if self.read_first else self.end, cache.slots)
-        self.into, self.taken = self._writes(self._column(new))
+        self.into, self.taken = self._writes(new)
         self.mask = self._mask(rolling)
 
     def _column(self, lengths: list[int]) -> Tensor:
@@ -142,15 +142,17 @@ class CacheStep:
             key_pos = torch.cat((key_pos, self.pos), dim=-1)
         return Mask(self.n_new, key_pos.shape[-1], True, window, self.pos, key_pos, self.device)
 
-    def _writes(self, new: Tensor) -> tuple[tuple, tuple]:
+    def _writes(self, new: list[int]) -> tuple[tuple, tuple]:
         """Which slots take which new tokens: indices into (B, G, slots, D) and into (B, G, T, D)."""
         every, n_slot = slice(None), self.cache.slots
         if self.uniform and self.start % n_slot + self.n_new <= n_slot:  # one piece, the same in every row
             begin = self.start % n_slot
             return (every, every, slice(begin, begin + self.n_new)), (every,)
-        token = torch.arange(self.n_new, device=self.device)
-        row, token = ((token < new) & (token >= new - n_slot)).nonzero(as_tuple=True)  # real, and not soon overwritten
-        slot = (self._column(self.old_lengths)[row, 0] + token) % n_slot
+        # Of each row the real tokens, and of those the last that fit.
+        wanted = [(row, token) for row, n in enumerate(new) for token in range(max(n - n_slot, 0), n)]
+        slots = [(self.old_lengths[row] + token) % n_slot for row, token in wanted]
+        rows, tokens = ([pair[i] for pair in wanted] for i in (0, 1))
+        row, token, slot = torch.tensor([rows, tokens, slots], dtype=torch.long, device=self.device)
         return (row, every, slot), (row, every, token)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,7 @@ def save_checkpoint(run: Path, model: nn.Module, optimizer: torch.optim.Optimize
     (partial / "state.json").write_text(json.dumps({**state, "checksums": checksums}, indent=1), "utf-8")
     _flush(partial / "state.json")
     _flush(partial)
-    if folder.exists():  # an earlier run of the same step, before a resume from further back
+    if folder.exists():  # a damaged one, which resuming went back beyond
         shutil.rmtree(folder)
     partial.rename(folder)
     _flush(run)
@@ -100,7 +100,8 @@ def _prune(run: Path, keep: int) -> None:
 
 def checkpoints(run: Path) -> list[Path]:
     """The run's checkpoint folders, oldest first."""
-    return sorted(run.glob("step-*"), key=lambda folder: int(folder.name.partition("-")[2]))
+    folders = (folder for folder in run.glob("step-*") if folder.name[5:].isdecimal())
+    return sorted(folders, key=lambda folder: int(folder.name[5:]))
 
 
 def read_checkpoint(folder: Path, optimizer: bool = True) -> tuple[Tensors, Tensors, dict]:

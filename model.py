@@ -169,6 +169,8 @@ class Stack(nn.Module):
             step = cache.plan(self.config, tokens, lengths)
             pos, end, mask = step.pos, step.end, step.mask
         else:
+            if lengths is not None and lengths.shape != tokens.shape[:1]:
+                raise ValueError(f"lengths {tuple(lengths.shape)} must be one number for each of {len(tokens)} rows")
             pos, end = torch.arange(n_query, device=tokens.device), n_query
             if self.causal:  # needs no lengths: no real token ever looks at the padding on its right
                 mask = Mask(n_query, n_query, window=self.config.window, device=tokens.device)
@@ -227,8 +229,6 @@ def _source_mask(lengths: Tensor | None, n_query: int, n_key: int) -> Mask:
     """Every query sees the whole source, and none of its padding."""
     if lengths is None:
         return Mask(n_query, n_key, causal=False)
-    if lengths.dim() != 1:
-        raise ValueError(f"lengths must be one number a row, (B,), not {tuple(lengths.shape)}")
     pos = torch.arange(n_key, device=lengths.device)
     return Mask(n_query, n_key, causal=False, key_pos=torch.where(pos < lengths.unsqueeze(1), pos, -1))
 

@@ -37,7 +37,7 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     falls along half a wave, wsd stays and falls linearly over the last `decay_fraction` of all steps, noam falls with
     1/sqrt(step) ("Attention Is All You Need", 5.3, with the peak given), and none goes below `min_learning_rate`.
     """
-    warm = config.warmup_steps
+    warm = min(config.warmup_steps, steps)
     if step < warm:
         return config.learning_rate * ((step + 1) / warm)  # the last share is exactly one
     if config.schedule == "constant":

@@ -4,11 +4,8 @@ import json
 from pathlib import Path
 
 
-def loss_curve(metrics: Path, picture: Path, floor: float | None = None) -> None:
-    """Draws the training and validation loss in a run's metrics.jsonl against the step, as a PNG.
-
-    `floor` is the lowest loss possible, in nats per token, where it is known.
-    """
+def loss_curve(metrics: Path, picture: Path) -> None:
+    """Draws the training and validation loss in a run's metrics.jsonl against the step, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")  # no window, and none needed
@@ -17,11 +14,9 @@ def loss_curve(metrics: Path, picture: Path, floor: float | None = None) -> None
     records = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for key, label, style in (("loss", "training", {"linewidth": 1}), ("val_loss", "validation", {"marker": "o"})):
-        points = [(record["step"], record[key]) for record in records if key in record]
+        points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, **style)
-    if floor is not None:
-        axes.axhline(floor, color="grey", linestyle="--", label="floor")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     if axes.lines:

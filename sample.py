@@ -167,14 +167,14 @@ class _Reader:
         ragged = None if min(lengths) == longest else torch.tensor(lengths, device=self.device)
         if self.memory is None:
             return self.model.features(tokens, ragged, cache=self.cache)
-        memory = self.cache.memory or self.memory if self.cache is not None else self.memory
-        return self.model.features(tokens, memory, ragged, cache=self.cache)
+        return self.model.features(tokens, self.memory, ragged, cache=self.cache)
 
     def select(self, rows: list[int]) -> None:
         """Goes on with these rows only."""
         self.texts = [self.texts[row] for row in rows]
         if self.cache is not None:
             self.cache = self.cache.select(rows)
+            self.memory = self.cache.memory
         elif self.memory is not None:
             self.memory = self.memory.select(rows)
 
@@ -283,6 +283,9 @@ def _check(temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens)
 def _starts(model, prompts, end_id: int | None) -> tuple[list[list[int]], Memory | None]:
     """What the decoder reads first, and the encoded sources of an encoder-decoder."""
     prompts = [list(prompt) or ([] if end_id is None else [end_id]) for prompt in prompts]
+    vocab_size = model.config.vocab_size
+    if strange := [id for prompt in prompts for id in prompt if not 0 <= id < vocab_size]:
+        raise ValueError(f"id {strange[0]} is not one of the model's {vocab_size}")
     if not all(prompts) or (end_id is None and isinstance(model, EncoderDecoder)):
         raise ValueError("an empty prompt, or the target of an encoder-decoder, needs an end_id to start from")
     for prompt in prompts:
@@ -360,9 +363,6 @@ def main(options: argparse.Namespace) -> None:
     model.to(_device(options.device), getattr(torch, options.dtype))
     prompts = read_prompts(options, config.model.kind)
     ids = [tokenizer.encode(prompt) for prompt in prompts]
-    room = config.model.max_seq_len
-    if config.model.position != "learned" and max(map(len, ids)) + options.max_new_tokens > room:
-        print(f"note: this may go past {room} tokens, the length the model was trained on", file=sys.stderr)
     settings = {
         name: getattr(options, name)
         for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -378,6 +378,8 @@ def main(options: argparse.Namespace) -> None:
             use_cache=not options.no_cache,
             **settings,
         )
+        if config.model.position != "learned":  # which never go past their end
+            events = note_length(events, [len(prompt) for prompt in ids], config.model.max_seq_len)
         (print_jsonl if options.format == "jsonl" else print_text)(events, prompts, tokenizer, options.stop)
     except ValueError as error:  # a setting, or a prompt, that this model cannot take
         raise UserError(str(error)) from None
@@ -407,6 +409,17 @@ def read_prompts(options: argparse.Namespace, kind: str) -> list[str]:
     if not prompts and kind == "encoder_decoder":
         raise UserError("an encoder-decoder needs a source: --prompt TEXT")
     return [prompt for prompt in prompts or [""] for _ in range(options.num_samples or (1 if prompts else 3))]
+
+
+def note_length(events: Iterator[Event], lengths: list[int], trained: int) -> Iterator[Event]:
+    """The same events; says once when a text of these prompt `lengths` grows past what the model was trained on."""
+    noted = False
+    for event in events:
+        lengths[event[0]] += 1
+        if not noted and lengths[event[0]] > trained:
+            noted = True
+            print(f"note: past {trained} tokens, the length the model was trained on", file=sys.stderr)
+        yield event
 
 
 def print_text(events: Iterator[Event], prompts: list[str], tokenizer: Tokenizer, stops: Sequence[str]) -> None:

@@ -32,6 +32,9 @@ def read_request(argv: Sequence[str]) -> Request:
         if not run and not words:
             raise ConfigError("--resume needs the folder of a run")
         run = Path(run or words.pop(0))
+        if not (run / "config.toml").is_file():
+            runs = ", ".join(sorted(str(path.parent) for path in run.parent.glob("*/config.toml"))) or "none"
+            raise ConfigError(f"--resume {run}: there is no run in that folder; runs beside it: {runs}")
         old = read_toml(run / "config.toml")
         return Request(resumed_config(old, override(old, words, PROGRAM, DESCRIPTION)), run.name, run)
     if any(word.partition("=")[0] == "--resume" for word in argv):
@@ -39,7 +42,8 @@ def read_request(argv: Sequence[str]) -> Request:
     return Request(load_config(argv, PROGRAM, DESCRIPTION), split_preset(argv)[0].stem)
 
 
-FIXED = ("model", "data", "optim.name", "train.seed", "train.batch_size", "train.run_dir")  # what makes a run that run
+# What makes a run that run. (The text may move, so data.source may change: restoring compares what it says.)
+FIXED = ("model.", "data.", "optim.name", "train.seed", "train.batch_size", "train.run_dir")
 
 
 def resumed_config(old: Config, new: Config) -> Config:
@@ -47,7 +51,7 @@ def resumed_config(old: Config, new: Config) -> Config:
     before, after = dict(flatten(old.model_dump())), dict(flatten(new.model_dump()))
     changed = [option for option in after if before[option] != after[option]]
     for option in changed:
-        if option.startswith(FIXED):
+        if option.startswith(FIXED) and option != "data.source":
             raise ConfigError(f"{option} = {after[option]} cannot change in a resumed run, it is {before[option]}")
         print(f"changed: {option} = {after[option]} (it was {before[option]})")
     return new
@@ -78,9 +82,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is imported
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from checkpoint import checkpoints, link, load_optimizer, load_weights, read_checkpoint, save_checkpoint
+from checkpoint import Tensors, checkpoints, link, load_optimizer, load_weights, read_checkpoint, save_checkpoint
 from data.loader import IGNORE, Batches, check_ids, check_length, validation_windows
 from data.prepare import Corpus, prepare
 from model import build_model
@@ -89,8 +94,12 @@ from plots import loss_curve
 from sample import generate
 
 
-def say(text: str = "") -> None:
-    print(text, flush=True)
+def say(text: str, end: str = "\n") -> None:
+    """Prints, and goes on in silence when what reads the output has ended: training is not what was asked to stop."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @dataclass(frozen=True)
@@ -116,7 +125,7 @@ def choose_machine(config: Config) -> Machine:
         raise ConfigError(f"train.device = {device} is not available here; available: {names}")
     if config.train.dtype != "auto":
         dtype, why = getattr(torch, config.train.dtype), "as asked"
-    elif device == "cuda" and torch.cuda.is_bf16_supported():
+    elif device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         dtype, why = torch.bfloat16, "the GPU computes it natively"
     elif device == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()):
         dtype, why = torch.bfloat16, "the processor multiplies it natively"
@@ -144,8 +153,9 @@ def keep_freed_memory() -> None:
 def choose_compile(config: Config, device: str) -> tuple[bool, str]:
     if config.train.compile == "off":
         return False, "not compiled, as asked"
-    compiler = device != "cpu" or shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
-    if not compiler:
+    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl"))):
+        if config.train.compile == "on":
+            raise ConfigError("train.compile = on needs a C++ compiler, and none is installed: g++ or clang++")
         return False, "not compiled: there is no C++ compiler"
     if config.train.compile == "on":
         return True, "compiled, as asked"
@@ -196,41 +206,51 @@ class Trainer:
         self.loss = Loss(self.model, config.optim.label_smoothing)
         self.training_loss = torch.compile(self.loss) if machine.compile else self.loss
         self.batches = Batches(corpus.train, config.model.max_seq_len, config.train.batch_size, config.train.seed)
-        self.state = State()
+        self.state, self.pace = State(), Pace()
 
     def step(self) -> dict[str, float]:
         """One optimizer step: gradients of the mean over all targets of the batch, whatever the micro-batches."""
         train, state = self.config.train, self.state
         rate = learning_rate(self.config.optim, state.step, self.planned_steps())
         set_learning_rate(self.optimizer, rate)
-        inputs, targets = (t.to(self.machine.device) for t in self.batches.batch(state.step))
+        inputs, targets = self.batches.batch(state.step)
         n_target = int((targets != IGNORE).sum())
-        size, nats = train.micro_batch_size or train.batch_size, 0.0
+        inputs, targets = inputs.to(self.machine.device), targets.to(self.machine.device)
+        size, total = train.micro_batch_size or train.batch_size, torch.zeros((), device=self.machine.device)
         for first in range(0, train.batch_size, size):
             seed_everything(train.seed, state.step, first // size)  # dropout needs no saved state
             with self.machine.autocast():
                 loss = self.training_loss(inputs[first : first + size], targets[first : first + size])
             self.scaler.scale(loss / max(n_target, 1)).backward()
-            nats += loss.item()
-        if not math.isfinite(nats):
-            last = f"continue from {self.run}/last with" if state.step and checkpoints(self.run) else "try"
-            raise UserError(f"the loss is {nats} at step {state.step}; {last} a lower optim.learning_rate")
+            total += loss.detach()
+        nats = total.item()
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.grad_clip or math.inf)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.grad_clip or math.inf).item()
+        if not math.isfinite(nats) or not (
+            math.isfinite(norm) or self.scaler.is_enabled()
+        ):  # the scaler skips the step
+            raise UserError(self.diverged(nats, norm))
         if n_target:  # without targets there is nothing to learn, and neither decay nor momentum may move a weight
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         state.step, state.tokens = state.step + 1, state.tokens + n_target
-        return {"loss": nats / max(n_target, 1), "learning_rate": rate, "gradient_norm": norm.item()}
+        return {"loss": nats / max(n_target, 1), "learning_rate": rate, "gradient_norm": norm}
+
+    def diverged(self, nats: float, norm: float) -> str:
+        what = f"the loss is {nats}" if not math.isfinite(nats) else f"the norm of the gradient is {norm}"
+        saved = checkpoints(self.run)
+        then = f"go on from {saved[-1].name} with: python train.py --resume {self.run}" if saved else "try again with"
+        rate = self.config.optim.learning_rate / 3
+        return f"{what} at step {self.state.step}; nothing was saved since; {then} --optim.learning-rate {rate:.0e}"
 
     def planned_steps(self) -> int:
-        """Where the schedule ends: `steps`, or sooner if `max_minutes` comes first at the present speed."""
-        limit = self.config.train.max_minutes * 60
-        if not limit or self.state.step < 5:
+        """Where the schedule ends: `steps`, or sooner if `max_minutes` comes first at the present pace."""
+        limit, state = self.config.train.max_minutes * 60, self.state
+        if not limit or not self.pace.seconds:
             return self.config.train.steps
-        reached = int(limit * self.state.step / self.state.seconds)
-        return max(self.state.step, min(self.config.train.steps, reached))
+        left = max(int((limit - state.seconds) / self.pace.seconds), 0)
+        return min(self.config.train.steps, state.step + left)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -239,7 +259,7 @@ class Trainer:
         self.loss.eval()  # the model in it too: no dropout, no label smoothing
         nats = 0.0
         context = self.config.model.max_seq_len
-        rows = max(train.micro_batch_size or train.batch_size, 4096 // context)  # short windows many at a time: faster
+        rows = train.micro_batch_size or max(train.batch_size, 4096 // context)  # many short windows at a time: faster
         for inputs, targets, _ in validation_windows(tokens, context, rows):
             with self.machine.autocast():
                 nats += self.loss(inputs.to(self.machine.device), targets.to(self.machine.device)).item()
@@ -266,28 +286,29 @@ class Trainer:
         return tokenizer.decode(ids)
 
     def save(self) -> Path:
+        """Writes a checkpoint. Raises `UserError` when the disk does not take it; the one before it stays whole."""
         state = {
             **vars(self.state),
             "best_loss": None if math.isinf(self.state.best_loss) else self.state.best_loss,
             "scaler": self.scaler.state_dict(),
             "machine": {
                 "device": self.machine.device,
-                "dtype": str(self.machine.dtype),
-                "compile": self.machine.compile,
+                "dtype": str(self.machine.dtype).removeprefix("torch."),
+                "compile": "on" if self.machine.compile else "off",
             },
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
-            "corpus": self.corpus.folder.name,
+            "corpus": self.corpus.key,
         }
-        return save_checkpoint(self.run, self.model, self.optimizer, state, self.config.train.keep_checkpoints)
+        try:
+            return save_checkpoint(self.run, self.model, self.optimizer, state, self.config.train.keep_checkpoints)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"step {self.state.step} could not be saved in {self.run}: {error}") from None
 
-    def restore(self, folder: Path) -> None:
+    def restore(self, folder: Path, weights: Tensors, tensors: Tensors, state: dict) -> None:
         """Goes back to a checkpoint: weights, optimizer, counters, and metrics.jsonl as long as it was then."""
-        weights, tensors, state = read_checkpoint(folder)
-        if state["corpus"] != (corpus := self.corpus.folder.name):
-            raise UserError(
-                f"the text has changed since {self.run} began: it was {state['corpus']}, now it is {corpus}"
-            )
+        if state["corpus"] != self.corpus.key:
+            raise UserError(f"the text of data.source = {self.config.data.source} has changed since {self.run} began")
         load_weights(self.model, weights, folder)
         load_optimizer(self.model, self.optimizer, tensors)
         if state["scaler"]:
@@ -326,7 +347,8 @@ class Interruption:
 
     def note(self, number: int, frame) -> None:
         self.signal = signal.Signals(number)
-        say(f"\n{self.signal.name}: finishing the step and saving; once more ends at once")
+        with contextlib.suppress(OSError):  # not print, which may be what was interrupted
+            os.write(2, f"\n{self.signal.name}: finishing the step and saving; once more ends at once\n".encode())
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
 
@@ -341,18 +363,21 @@ class Log:
 
     def record(self, values: dict[str, float]) -> None:
         state = self.trainer.state
+        values = {key: value if math.isfinite(value) else None for key, value in values.items()}  # JSON has no Infinity
         self.file.write(json.dumps({"step": state.step, **values, "tokens": state.tokens}) + "\n")
         self.file.flush()
         state.metrics_bytes = self.file.tell()
         if self.wandb:
             self.wandb.log(values, step=state.step)
 
-    def progress(self, values: dict[str, float], tokens_per_second: float, seconds_left: float) -> None:
+    def progress(self, values: dict[str, float]) -> None:
+        trainer, step, steps = self.trainer, self.trainer.state.step, self.trainer.planned_steps()
+        tokens = trainer.config.train.batch_size * trainer.config.model.max_seq_len
         line = (
-            f"step {self.trainer.state.step:,}/{self.trainer.planned_steps():,} · loss {values['loss']:.4f} · "
-            f"{tokens_per_second:,.0f} tokens/s · {duration(seconds_left)} left"
+            f"step {step:,}/{steps:,} · loss {values['loss']:.4f} · {tokens / trainer.pace.seconds:,.0f} tokens/s · "
+            f"{duration(trainer.pace.seconds * (steps - step))} left"
         )
-        print(f"\r\x1b[K{line}" if self.live else line, end="" if self.live else "\n", flush=True)
+        say(f"\r\x1b[K{line}" if self.live else line, end="" if self.live and step < steps else "\n")
 
     def say(self, text: str) -> None:
         say(f"\r\x1b[K{text}" if self.live else text)
@@ -374,20 +399,19 @@ def train(trainer: Trainer, log: Log) -> None:
     """The loop: step, tell, evaluate, save; until the steps, the time or the patience of the user end."""
     config, state = trainer.config, trainer.state
     interruption = Interruption()
-    clock, pace = time.perf_counter(), Pace()
+    clock = time.perf_counter()
     while state.step < (total := trainer.planned_steps()) and interruption.signal is None:
         values = trainer.step()
         now = time.perf_counter()
         state.seconds, clock, taken = state.seconds + now - clock, now, now - clock
-        pace.add(taken)
+        trainer.pace.add(taken)
         last = state.step >= trainer.planned_steps()  # a slow step may have brought the end of max_minutes nearer
         evaluating = last or due(state.step, config.train.eval_interval)
         if last or due(state.step, config.log.interval) or evaluating:
             if evaluating:
                 values |= evaluate(trainer, log)
             log.record(values)
-            tokens_per_step = config.train.batch_size * config.model.max_seq_len
-            log.progress(values, tokens_per_step / pace.seconds, pace.seconds * (trainer.planned_steps() - state.step))
+            log.progress(values)
         best = evaluating and state.best_step == state.step
         if last or best or due(state.step, config.train.checkpoint_interval) or interruption.signal:
             folder = trainer.save()
@@ -395,8 +419,7 @@ def train(trainer: Trainer, log: Log) -> None:
                 link(trainer.run, "best", folder)
         clock = time.perf_counter()  # evaluation and saving are not training time
     if interruption.signal and state.step < total:
-        log.close()
-        say(f"\nstopped at step {state.step}, saved; go on with: python train.py --resume {trainer.run}")
+        log.say(f"stopped at step {state.step}, saved; go on with: python train.py --resume {trainer.run}")
         sys.exit(128 + interruption.signal)
 
 
@@ -480,6 +503,8 @@ def new_run(config: Config, name: str) -> Path:
             return run
         except FileExistsError:
             continue
+        except OSError as error:
+            raise ConfigError(f"the run folder {run} cannot be made: {error.strerror}") from None
     raise ConfigError(f"runs/{name} to runs/{name}-9999 are all in use; clear some away, or give train.run_dir")
 
 
@@ -508,6 +533,33 @@ def describe(config: Config, model: nn.Module, corpus: Corpus, batches: Batches,
         )
 
 
+def as_before(config: Config, state: dict) -> Config:
+    """What auto became when the run began, where this machine has it: another choice would round differently."""
+    before = state["machine"]
+    available = before["device"] == "cpu" or getattr(torch, before["device"]).is_available()
+    if config.train.device == "auto" and not available:
+        say(f"note: the run began on {before['device']}, which is not available here")
+        return config
+    auto = {name: before[name] for name in ("device", "dtype", "compile") if getattr(config.train, name) == "auto"}
+    return config.model_copy(update={"train": config.train.model_copy(update=auto)})
+
+
+def newest_checkpoint(run: Path) -> tuple[Path, Tensors, Tensors, dict] | None:
+    """The newest checkpoint of a run that can be read, and what it holds; says which could not. None: there is none.
+
+    Raises `UserError` when there are checkpoints and all are damaged.
+    """
+    for folder in reversed(checkpoints(run)):
+        try:
+            return folder, *read_checkpoint(folder)
+        except UserError as error:
+            say(f"note: {error}; going back to the checkpoint before it")
+            damaged = error
+    if checkpoints(run):
+        raise damaged
+    return None
+
+
 def main(request: Request) -> None:
     config = request.config
     keep_freed_memory()
@@ -517,15 +569,17 @@ def main(request: Request) -> None:
         raise ConfigError("model.kind = encoder_decoder needs pairs to train on, and no data.source gives them yet")
     wandb = import_wandb(config)
     corpus = prepare(config.data, seed=0)  # not the run's: runs of several seeds read the same text
-    check_ids(corpus.largest_id, config.model.vocab_size or corpus.tokenizer.vocab_size)
+    largest_id = max(corpus.largest_id, corpus.tokenizer.end_id)
+    check_ids(largest_id, config.model.vocab_size or corpus.tokenizer.vocab_size)
     config = config.model_copy(update={"model": config.model.resolve(corpus.tokenizer.vocab_size)})
-    machine = choose_machine(config)
+    saved = request.resume and newest_checkpoint(request.resume)
+    machine = choose_machine(as_before(config, saved[-1]) if saved else config)
     for split in ("train", "val"):
         check_length(getattr(corpus, split), config.model.max_seq_len, split)
     run = request.resume or new_run(config, request.name)
     trainer = Trainer(config, run, corpus, machine)
-    if saved := checkpoints(run):
-        trainer.restore(saved[-1])
+    if saved:
+        trainer.restore(*saved)
         say(f"going on with {run} from step {trainer.state.step}")
     else:
         corpus.tokenizer.save(run / "tokenizer")
@@ -533,9 +587,11 @@ def main(request: Request) -> None:
     write_config(config, run)
     describe(config, trainer.model, corpus, trainer.batches, run)
     log = Log(trainer, start_wandb(wandb, config, run))
-    train(trainer, log)
-    log.close()
-    loss_curve(run / "metrics.jsonl", run / "loss.png")
+    try:
+        train(trainer, log)
+    finally:
+        log.close()
+        loss_curve(run / "metrics.jsonl", run / "loss.png")
     best = f"best {trainer.state.best_loss:.4f} at step {trainer.state.best_step}"
     say(f"done in {duration(trainer.state.seconds)} of training; validation loss {best}")
     say(f"read it: python sample.py {run}")

@@ -5,7 +5,7 @@ and the command line fill them; a checkpoint's settings come back through them. 
 accepted, and two values that cannot meet are refused together. None always means "derived": `resolve` says from what.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -17,15 +17,35 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """A frozen group of options."""
+    """A frozen group of options. What would have no effect is refused: an option in `NEEDS` may differ from its default
+    only if another one has one of the values named there."""
+
+    NEEDS: ClassVar[dict[str, tuple[str, set[str]]]] = {}
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True
     )
 
+    @model_validator(mode="after")
+    def _check_needs(self) -> Self:
+        for option, (other, values) in self.NEEDS.items():
+            value, found = getattr(self, option), getattr(self, other)
+            if value != type(self).model_fields[option].default and found not in values:
+                raise ValueError(f"{option} = {value} needs {other} = {' or '.join(sorted(values))}, it is {found}")
+        return self
+
 
 class RopeScaling(Section):
     """How rotary frequencies are stretched so that a model reads further than it was trained (Hugging Face's forms)."""
+
+    NEEDS = {
+        "factor": ("kind", {"linear", "ntk", "yarn", "llama3"}),
+        "original_max_seq_len": ("kind", {"yarn", "llama3"}),
+        "low_freq_factor": ("kind", {"llama3"}),
+        "high_freq_factor": ("kind", {"llama3"}),
+        "beta_fast": ("kind", {"yarn"}),
+        "beta_slow": ("kind", {"yarn"}),
+    }
 
     kind: Literal["none", "linear", "ntk", "yarn", "llama3"] = "none"
     """none; linear (positions divided by factor); ntk (theta grown instead); yarn (arXiv 2309.00071); llama3."""
@@ -51,13 +71,13 @@ class RopeScaling(Section):
             )
         if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
             raise ValueError(f"beta_fast = {self.beta_fast} must be greater than beta_slow = {self.beta_slow}")
-        if self.kind == "none" and self.factor != 1:
-            raise ValueError(f"factor = {self.factor} needs a kind (linear, ntk, yarn or llama3); it is none")
         return self
 
 
 class ModelConfig(Section):
     """The shape of the network. The defaults are Llama's choices at the size of a laptop."""
+
+    NEEDS = {"rope_theta": ("position", {"rope"}), "n_encoder_layer": ("kind", {"encoder_decoder"})}
 
     kind: Literal["decoder", "encoder_decoder"] = "decoder"
     """decoder (a GPT) or encoder_decoder (the Transformer of 2017)."""
@@ -83,7 +103,7 @@ class ModelConfig(Section):
     """Sliding window: a token sees itself and the window - 1 before it. Omitted: everything before it."""
     position: Literal["sinusoidal", "learned", "rope", "none"] = "rope"
     """How a token knows its place: sinusoidal (2017, added), learned (GPT-2), rope (rotary), none."""
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling = RopeScaling()
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
@@ -125,8 +145,6 @@ class ModelConfig(Section):
             raise ValueError(
                 f"rope_scaling.kind = {self.rope_scaling.kind} needs position = rope, it is {self.position}"
             )
-        if self.kind == "decoder" and self.n_encoder_layer is not None:
-            raise ValueError(f"n_encoder_layer = {self.n_encoder_layer} needs kind = encoder_decoder, it is decoder")
         if self.kind == "encoder_decoder" and self.window is not None:
             raise ValueError(
                 f"window = {self.window} needs causal attention throughout, and kind = encoder_decoder has an encoder"
@@ -151,11 +169,13 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The text, and how it becomes numbers."""
 
+    NEEDS = {"bpe_vocab_size": ("tokenizer", {"bpe"})}
+
     source: str = "stories"
     """stories, pydoc, a .txt file, https://….txt, or hub:NAME[:SUBSET] (Hugging Face)."""
     tokenizer: str = "bpe"
     """bytes, chars, bpe (byte-level, trained on the corpus), or the name of a tiktoken encoding such as gpt2."""
-    bpe_vocab_size: Annotated[int, Field(ge=258)] = 1024
+    bpe_vocab_size: Annotated[int, Field(ge=258)] = 2048
     """Ids of the trained bpe, end of text included (bpe only)."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of the text, taken from its end, that is kept for validation."""
@@ -167,6 +187,8 @@ class DataConfig(Section):
 
 class OptimConfig(Section):
     """How weights change."""
+
+    NEEDS = {"betas": ("name", {"adamw"}), "decay_fraction": ("schedule", {"wsd"})}
 
     name: Literal["adamw", "sgd"] = "adamw"
     """adamw, or plain sgd."""
@@ -225,7 +247,7 @@ class TrainConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the matrix products (autocast); weights, optimizer and loss stay float32. auto: bfloat16 where it is fast."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile. auto: on a GPU, and on a processor with a compiler when the run is long enough to earn it back."""
+    """torch.compile, which needs a C++ compiler. auto: on a CUDA GPU; elsewhere it rarely earns its time back."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

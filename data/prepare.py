@@ -47,7 +47,7 @@ unittest/mock urllib/parse urllib/request xml/etree/ElementTree zipfile
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared text. The counts of bytes and characters are of the text alone, without end-of-text ids."""
+    """A prepared text. The counts of bytes are of the text alone, without end-of-text ids."""
 
     folder: Path
     tokenizer: Tokenizer
@@ -56,8 +56,11 @@ class Corpus:
     largest_id: int
     train_bytes: int
     val_bytes: int
-    train_characters: int
-    val_characters: int
+
+    @property
+    def key(self) -> str:
+        """The same for the same text prepared in the same way, wherever it lies."""
+        return self.folder.name.rpartition("-")[2]
 
 
 @dataclass(frozen=True)
@@ -123,12 +126,11 @@ def _build(folder: Path, source: Source, config: DataConfig, settings: dict) -> 
     tokenizer.save(folder / "tokenizer")
 
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-    ids, n_bytes, n_characters, n_tokens = [], [], [], 0
+    ids, n_bytes, n_tokens = [], [], 0
     for document in documents:
         encoded = tokenizer.encode_array(document).astype(dtype)
         ids.append(encoded if source.single else np.append(encoded, dtype.type(tokenizer.end_id)))
         n_bytes.append(len(document.encode()))
-        n_characters.append(len(document))
         n_tokens += len(ids[-1])
         if source.max_tokens and n_tokens >= source.max_tokens:
             break
@@ -140,7 +142,7 @@ def _build(folder: Path, source: Source, config: DataConfig, settings: dict) -> 
     for split, part in zip(SPLITS, (slice(None, n_train), slice(n_train, None)), strict=True):
         tokens = np.concatenate(ids[part])
         tokens.tofile(folder / f"{split}.bin")
-        meta[split] = {"tokens": len(tokens), "bytes": sum(n_bytes[part]), "characters": sum(n_characters[part])}
+        meta[split] = {"tokens": len(tokens), "bytes": sum(n_bytes[part])}
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     meta["files"] = {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), "utf-8")
@@ -192,7 +194,7 @@ def _open(folder: Path) -> Corpus:
         tokenizer=load_tokenizer(folder / "tokenizer"),
         largest_id=meta["largest_id"],
         **{split: np.memmap(folder / f"{split}.bin", meta["dtype"], mode="r") for split in SPLITS},
-        **{f"{split}_{count}": meta[split][count] for split in SPLITS for count in ("bytes", "characters")},
+        **{f"{split}_bytes": meta[split]["bytes"] for split in SPLITS},
     )
 
 

@@ -324,7 +324,7 @@ def test_F46_the_loss_scaler_of_float16_is_saved_and_comes_back(tmp_path):
     folder = trainer.save()
     assert read_checkpoint(folder)[2]["scaler"] == expected
     other = make_trainer(corpus, run, train={"dtype": "float16"})
-    other.restore(folder)
+    other.restore(folder, *read_checkpoint(folder))
     assert other.scaler.state_dict() == expected
     assert [trainer.step() for _ in range(4)] == [other.step() for _ in range(4)]
     for name, value in weights(trainer).items():
@@ -427,7 +427,7 @@ DAMAGES = [truncate, empty, zeros, flip, other_json, remove, folder_instead]
 def test_a_damaged_checkpoint_is_one_sentence_that_names_the_file(run, file, damage):
     damage(run / "last" / file)
     with pytest.raises(UserError, match=rf"{file}") as error:
-        load_model(run, "last")
+        read_checkpoint(run / "last")
     assert "\n" not in str(error.value)
     assert "step-000008" in str(error.value) or "last" in str(error.value)
 
@@ -487,8 +487,13 @@ def test_a_pickle_in_the_place_of_tensors_is_refused_and_not_executed(run, tmp_p
     torch.save({"a": Malicious()}, run / "last" / name)
     resign(run / "last")
     with pytest.raises(UserError, match=name):
-        load_model(run, "last")
+        read_checkpoint(run / "last")
     assert not (tmp_path / "executed").exists()
+
+
+def test_sampling_does_not_need_the_optimizer_s_state(run):
+    truncate(run / "last" / "state.safetensors")
+    load_model(run, "last")
 
 
 def test_best_loss_of_a_run_without_validation_is_no_number_but_none(tmp_path):
@@ -499,5 +504,5 @@ def test_best_loss_of_a_run_without_validation_is_no_number_but_none(tmp_path):
     trainer.step()
     folder = trainer.save()
     assert read_checkpoint(folder)[2]["best_loss"] is None
-    trainer.restore(folder)
+    trainer.restore(folder, *read_checkpoint(folder))
     assert trainer.state.best_loss == math.inf

@@ -59,13 +59,6 @@ def test_without_validation_there_is_one_curve(tmp_path, drawn):
     assert list(drawn) == ["training"]
 
 
-def test_the_floor_is_a_line_of_its_own(tmp_path, drawn):
-    metrics, picture = write(tmp_path, RECORDS)
-    loss_curve(metrics, picture, floor=0.75)
-    assert is_png(picture)
-    assert drawn["floor"] == 0.75
-
-
 def test_a_run_that_has_measured_nothing_gives_an_empty_picture(tmp_path, drawn):
     metrics, picture = write(tmp_path, [])
     loss_curve(metrics, picture)

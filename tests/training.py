@@ -18,7 +18,7 @@ from data.prepare import Corpus, prepare
 
 TINY = {
     "model": {"n_layer": 1, "n_head": 2, "d_model": 16, "d_ff": 16, "max_seq_len": 16},
-    "data": {"source": "text.txt", "tokenizer": "bytes", "bpe_vocab_size": 280},
+    "data": {"source": "text.txt", "tokenizer": "bytes"},
     "optim": {"warmup_steps": 2, "learning_rate": 1e-2},
     "train": {
         "steps": 8,
@@ -51,7 +51,7 @@ def corpus_of(train_ids, val_ids=None) -> Corpus:
     from data.tokenizer import ByteTokenizer
 
     train_ids, val_ids = (np.asarray(ids, np.uint16) for ids in (train_ids, train_ids if val_ids is None else val_ids))
-    sizes = [len(train_ids), len(val_ids)] * 2
+    sizes = [len(train_ids), len(val_ids)]
     return Corpus(Path(), ByteTokenizer(), train_ids, val_ids, int(max(train_ids.max(), val_ids.max())), *sizes)
 
 

@@ -159,6 +159,8 @@ BASES = [
     Config(model={"kind": "encoder_decoder"}),
     Config(model={"rope_scaling": {"kind": "linear"}}),
     Config(model={"rope_scaling": {"kind": "llama3"}}),
+    Config(model={"rope_scaling": {"kind": "yarn"}}),
+    Config(optim={"schedule": "wsd"}),
 ]
 CANDIDATES = {int: [1, 2, 768, 2000], float: [1e-7, 0.25, 2.5], bool: [True, False], str: ['별 "x"\\\n\t\x7f é']}
 
@@ -255,7 +257,10 @@ def test_f59_a_whole_number_is_a_rate():
         ("--train.steps 10 20", "20 belongs to no option"),
         ("--train.seed 1 config/tiny.toml", "config/tiny.toml belongs to no option; a preset comes first"),
         ("--train.steps 10", "optim.warmup_steps = 50 must not be greater than train.steps = 10"),
-        ("--model.rope-scaling.factor 2", "model.rope_scaling.factor = 2.0 needs a kind"),
+        (
+            "--model.rope-scaling.factor 2",
+            "model.rope_scaling.factor = 2.0 needs model.rope_scaling.kind = linear or llama3 or ntk or yarn",
+        ),
         ("--model.rope-scaling.kind ntk --model.position none", "model.rope_scaling.kind = ntk needs model.position ="),
     ],
 )

@@ -103,3 +103,18 @@ def test_resolve_keeps_what_was_given_and_changes_nothing_twice():
     )
     assert model.resolve(vocab_size=66) == model
     assert ModelConfig().resolve(66).resolve(99) == ModelConfig().resolve(66)
+
+
+SECTIONS = [Config, RopeScaling, *(field.annotation for field in Config.model_fields.values())]
+
+
+@pytest.mark.parametrize(("section", "option"), [(s, option) for s in SECTIONS for option in s.NEEDS])
+def test_an_option_without_effect_is_refused(section, option):
+    other, values = section.NEEDS[option]
+    assert getattr(section(), other) not in values or option in ("betas", "bpe_vocab_size", "rope_theta")
+    value = {"betas": (0.5, 0.5), "bpe_vocab_size": 300, "high_freq_factor": 8.0, "beta_fast": 64.0}.get(option, 2)
+    value = float(value) if section is RopeScaling and option != "original_max_seq_len" else value
+    value = 0.5 if option == "decay_fraction" else float(value) if option == "rope_theta" else value
+    idle = {"name": "sgd", "tokenizer": "bytes", "position": "none"}.get(other, getattr(section(), other))
+    with pytest.raises(ValidationError, match=f"{option} = .* needs {other} = "):
+        section(**{option: value, other: idle})

@@ -86,7 +86,6 @@ def test_a_corpus_is_the_text_and_its_counts(prepare, kind):
         assert corpus.tokenizer.decode(tokens.tolist()) == text
         assert tokens.tolist() == corpus.tokenizer.encode(text)
     assert (corpus.train_bytes, corpus.val_bytes) == tuple(len(text.encode()) for text in texts)
-    assert (corpus.train_characters, corpus.val_characters) == tuple(map(len, texts))
     assert corpus.largest_id == max(corpus.train.max(), corpus.val.max())
     if kind == "bpe":
         assert corpus.tokenizer.ranks == train_tokenizer("bpe", [TEXT], 1024).ranks
