@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import attention
 from attention import (
     KERNELS,
     Mask,
@@ -389,3 +390,60 @@ def test_linear_scaling_divides_positions_and_ntk_slows_the_slowest_pair_by_the_
 def test_only_yarn_changes_the_temperature():
     assert rotary_temperature(RopeScaling(kind="yarn", factor=4.0)) == pytest.approx((0.1 * math.log(4) + 1) ** 2)
     assert all(rotary_temperature(RopeScaling(kind=kind, factor=4.0)) == 1 for kind in ("linear", "ntk", "llama3"))
+
+
+def in_bfloat16(kernel, q, k, v, mask):
+    """Output and gradients of a kernel on bfloat16 copies, as float64."""
+    q, k, v = (t.bfloat16().requires_grad_() for t in (q, k, v))
+    output = kernel(q, k, v, mask)
+    output.backward(torch.ones_like(output))
+    return [t.double() for t in (output, q.grad, k.grad, v.grad)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 8])
+def test_bfloat16_differs_by_its_rounding_only(kernel, window):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n_head, 48, 16).bfloat16().double() for n_head in (4, 2, 2))
+    expected = [t.clone() for t in (q, k, v)]
+    for t in expected:
+        t.requires_grad_()
+    output = scaled_dot_product_attention(*expected, Mask(48, 48, window=window))
+    output.backward(torch.ones_like(output))
+    exact = [output, *(t.grad for t in expected)]
+
+    def distance(values):
+        return max((a - b).norm().item() / b.norm().item() for a, b in zip(values, exact, strict=True))
+
+    assert distance(in_bfloat16(KERNELS[kernel], q, k, v, Mask(48, 48, window=window))) < 0.02
+    assert distance(in_bfloat16(KERNELS[kernel], q, k, v, Mask(48, 48, window=7 if window else 24))) > 0.02
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n_key", "training", "chosen"),
+    [
+        (torch.bfloat16, 512, True, "matmul_attention"),
+        (torch.bfloat16, 513, True, "fused_attention"),
+        (torch.bfloat16, 512, False, "fused_attention"),
+        (torch.float32, 512, True, "fused_attention"),
+    ],
+)
+def test_auto_is_matmul_only_to_train_in_bfloat16_on_a_cpu_while_weights_are_few(
+    monkeypatch, dtype, n_key, training, chosen
+):
+    asked = []
+    for name in ("matmul_attention", "fused_attention"):
+        monkeypatch.setattr(attention, name, lambda q, *_, name=name: asked.append(name))
+    q, k = torch.zeros(1, 1, 1, 2, dtype=dtype, requires_grad=training), torch.zeros(1, 1, n_key, 2, dtype=dtype)
+    KERNELS["auto"](q, k, k, Mask(1, n_key, causal=False))
+    assert asked == [chosen]
+
+
+def test_f02_float16_matmul_survives_a_negative_score_where_nothing_is_seen():
+    q = torch.full((1, 1, 1, 4), 30.0, dtype=torch.float16, requires_grad=True)
+    k = torch.full((1, 1, 2, 4), -30.0, dtype=torch.float16)
+    mask = Mask(1, 2, causal=False, key_pos=torch.tensor([[-1, -1]]))
+    output = KERNELS["matmul"](q, k, k, mask)
+    output.sum().backward()
+    assert output.abs().max() == 0
+    assert q.grad.abs().max() == 0

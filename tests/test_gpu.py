@@ -3,12 +3,15 @@
 import pytest
 import torch
 
+import train
 from attention import KERNELS
 from cache import KVCache
+from checkpoint import read_checkpoint
 from config.schema import ModelConfig
 from model import build_model
 from sample import generate
 from tests.helpers import TINY
+from tests.training import byte_corpus, settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
 
@@ -56,3 +59,19 @@ def test_bfloat16_trains():
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("options", [{"dtype": "auto"}, {"dtype": "float16"}, {"compile": "on"}], ids=str)
+def test_a_run_goes_on_where_it_was_saved(tmp_path, options):
+    config = settings(train={"device": "cuda", **options})
+    corpus, machine = byte_corpus(tmp_path), train.choose_machine(config)
+    (tmp_path / "metrics.jsonl").write_bytes(b"")
+    first = train.Trainer(config, tmp_path, corpus, machine)
+    for _ in range(3):
+        first.step()
+    folder = first.save()
+    second = train.Trainer(config, tmp_path, corpus, machine)
+    second.restore(folder, *read_checkpoint(folder))
+    for _ in range(3):
+        assert second.step()["loss"] == pytest.approx(first.step()["loss"], rel=1e-3)
+    assert first.evaluate()["val_loss"] == pytest.approx(second.evaluate()["val_loss"], rel=1e-3)

@@ -161,3 +161,10 @@ def test_sgd_is_a_plain_step_down_the_gradient():
         model.weight.grad = gradient.clone()
         optimizer.step()
     torch.testing.assert_close(model.weight.detach(), before - gradient, rtol=0, atol=1e-6)
+
+
+def test_a_run_that_ends_before_its_warm_up_still_reaches_the_peak():
+    """As `max_minutes` may have it; typed, such a pair is refused."""
+    config = OptimConfig(learning_rate=1e-3, warmup_steps=50)
+    assert learning_rate(config, 29, 30) == 1e-3
+    assert all(learning_rate(config, s, 30) < learning_rate(config, s + 1, 30) for s in range(29))
