@@ -31,8 +31,11 @@ def parameters_by_name(model: nn.Module) -> Tensors:
     return {name.replace("_orig_mod.", "").removeprefix("module."): p for name, p in model.named_parameters()}
 
 
-def save_checkpoint(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict, keep: int) -> Path:
-    """Writes `run`/step-NNNNNN for `state["step"]`, points `last` at it, and drops all but the newest `keep` and best.
+def save_checkpoint(
+    run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict, keep: int, best: bool = False
+) -> Path:
+    """Writes `run`/step-NNNNNN for `state["step"]`, points `last` (and `best`) at it, and drops all others but the
+    newest `keep` and the best.
 
     The folder is filled under another name, flushed to the disk, then renamed: it appears whole or not at all.
     """
@@ -54,7 +57,8 @@ def save_checkpoint(run: Path, model: nn.Module, optimizer: torch.optim.Optimize
         shutil.rmtree(folder)
     partial.rename(folder)
     _flush(run)
-    link(run, "last", folder)
+    for name in ("last", "best") if best else ("last",):
+        link(run, name, folder)
     _prune(run, keep)
     return folder
 

@@ -42,12 +42,12 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--prompt", action="append", type=_text, metavar="TEXT", help="what to continue; may be repeated")
     add("--prompt-file", metavar="FILE", help="a file whose whole text is a prompt; - is standard input")
     number("--num-samples", int, 1, help="for each prompt (default: 1; without a prompt 3)")
-    number("--max-new-tokens", int, 1, default=256, help="length limit (default: 256)")
+    number("--max-new-tokens", int, 1, 2**31, default=256, help="length limit (default: 256)")
     number("--temperature", float, 0, default=0.8, help="0 is greedy (default: 0.8)")
     number("--top-k", int, 0, default=0, help="only the N likeliest; 0: off (default)")
     number("--top-p", float, 0, 1, above=True, default=0.95, help="only the nucleus (default: 0.95; 1: off)")
     number("--min-p", float, 0, 1, default=0.0, help="only X times the likeliest or more; 0: off (default)")
-    number("--repetition-penalty", float, 0, above=True, default=1.0, help="1: off (default)")
+    number("--repetition-penalty", float, 0.01, 100, default=1.0, help="1: off (default)")
     add("--stop", action="append", type=_text, default=[], metavar="TEXT", help="end before this text; may be repeated")
     number("--seed", int, 0, 2**63, default=0, help="sample i draws with seed N + i (default: 0)")
     add("--no-cache", action="store_true", help="recompute everything at each token")
@@ -65,7 +65,7 @@ def _text(argument: str) -> str:
     """An argument as UTF-8, whatever Python made of it in the console's encoding."""
     try:
         return os.fsencode(argument).decode()
-    except UnicodeDecodeError:
+    except UnicodeError:
         raise argparse.ArgumentTypeError("the text is not UTF-8") from None
 
 
@@ -274,8 +274,8 @@ def _check(temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens)
         raise ValueError(f"top_p = {top_p} must be above 0 and at most 1 (off)")
     if min_p is not None and not 0 <= min_p <= 1:
         raise ValueError(f"min_p = {min_p} must be between 0 (off) and 1")
-    if not 0 < repetition_penalty < math.inf:
-        raise ValueError(f"repetition_penalty = {repetition_penalty} must be above 0 (1: off)")
+    if not 0.01 <= repetition_penalty <= 100:
+        raise ValueError(f"repetition_penalty = {repetition_penalty} must be between 0.01 and 100 (1: off)")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens = {max_new_tokens} must be 0 or more")
 
@@ -379,7 +379,7 @@ def main(options: argparse.Namespace) -> None:
             **settings,
         )
         if config.model.position != "learned":  # which never go past their end
-            events = note_length(events, [len(prompt) for prompt in ids], config.model.max_seq_len)
+            events = note_length(events, [len(prompt) or 1 for prompt in ids], config.model.max_seq_len)
         (print_jsonl if options.format == "jsonl" else print_text)(events, prompts, tokenizer, options.stop)
     except ValueError as error:  # a setting, or a prompt, that this model cannot take
         raise UserError(str(error)) from None

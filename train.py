@@ -285,7 +285,7 @@ class Trainer:
         )
         return tokenizer.decode(ids)
 
-    def save(self) -> Path:
+    def save(self, best: bool = False) -> Path:
         """Writes a checkpoint. Raises `UserError` when the disk does not take it; the one before it stays whole."""
         state = {
             **vars(self.state),
@@ -301,7 +301,8 @@ class Trainer:
             "corpus": self.corpus.key,
         }
         try:
-            return save_checkpoint(self.run, self.model, self.optimizer, state, self.config.train.keep_checkpoints)
+            keep = self.config.train.keep_checkpoints
+            return save_checkpoint(self.run, self.model, self.optimizer, state, keep, best)
         except (OSError, SafetensorError) as error:
             raise UserError(f"step {self.state.step} could not be saved in {self.run}: {error}") from None
 
@@ -414,9 +415,7 @@ def train(trainer: Trainer, log: Log) -> None:
             log.progress(values)
         best = evaluating and state.best_step == state.step
         if last or best or due(state.step, config.train.checkpoint_interval) or interruption.signal:
-            folder = trainer.save()
-            if best:
-                link(trainer.run, "best", folder)
+            trainer.save(best)
         clock = time.perf_counter()  # evaluation and saving are not training time
     if interruption.signal and state.step < total:
         log.say(f"stopped at step {state.step}, saved; go on with: python train.py --resume {trainer.run}")
@@ -561,6 +560,16 @@ def newest_checkpoint(run: Path) -> tuple[Path, Tensors, Tensors, dict] | None:
 
 
 def main(request: Request) -> None:
+    try:
+        run(request)
+    except RuntimeError as error:  # torch has no class of its own for this on a CPU
+        if "allocate memory" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise UserError("there is not enough memory; lower train.micro_batch_size, or the sizes in [model]") from None
+
+
+def run(request: Request) -> None:
+    """From the request to a finished run, in order."""
     config = request.config
     keep_freed_memory()
     if request.resume is None and config.train.run_dir is not None:
@@ -576,25 +585,27 @@ def main(request: Request) -> None:
     machine = choose_machine(as_before(config, saved[-1]) if saved else config)
     for split in ("train", "val"):
         check_length(getattr(corpus, split), config.model.max_seq_len, split)
-    run = request.resume or new_run(config, request.name)
-    trainer = Trainer(config, run, corpus, machine)
+    if saved and saved[-1]["step"] > config.train.steps:
+        raise ConfigError(f"train.steps = {config.train.steps}: the run is at step {saved[-1]['step']} already")
+    folder = request.resume or new_run(config, request.name)
+    write_config(config, folder)  # first, so that whatever happens next the folder is a run that can be resumed
+    trainer = Trainer(config, folder, corpus, machine)
     if saved:
         trainer.restore(*saved)
-        say(f"going on with {run} from step {trainer.state.step}")
+        say(f"going on with {folder} from step {trainer.state.step}")
     else:
-        corpus.tokenizer.save(run / "tokenizer")
-        (run / "metrics.jsonl").write_bytes(b"")
-    write_config(config, run)
-    describe(config, trainer.model, corpus, trainer.batches, run)
-    log = Log(trainer, start_wandb(wandb, config, run))
+        corpus.tokenizer.save(folder / "tokenizer")
+        (folder / "metrics.jsonl").write_bytes(b"")
+    describe(config, trainer.model, corpus, trainer.batches, folder)
+    log = Log(trainer, start_wandb(wandb, config, folder))
     try:
         train(trainer, log)
     finally:
         log.close()
-        loss_curve(run / "metrics.jsonl", run / "loss.png")
+        loss_curve(folder / "metrics.jsonl", folder / "loss.png")
     best = f"best {trainer.state.best_loss:.4f} at step {trainer.state.best_step}"
     say(f"done in {duration(trainer.state.seconds)} of training; validation loss {best}")
-    say(f"read it: python sample.py {run}")
+    say(f"read it: python sample.py {folder}")
 
 
 if __name__ == "__main__":

@@ -37,5 +37,9 @@ def command(main: Callable) -> Callable:
         except BrokenPipeError:  # what reads the output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
             sys.exit(141)
+        except OSError as error:  # a name too long, a full disk, no permission: the system says it well
+            where = f": {error.filename}" if error.filename else ""
+            print(f"error: {error.strerror or error}{where}", file=sys.stderr)
+            sys.exit(2)
 
     return guarded

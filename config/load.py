@@ -72,6 +72,9 @@ def override(config: Config, argv: Sequence[str], prog: str | None = None, descr
 
     `--model.n-head 4` and `--model.n_head=4` mean the same, the last one wins, None unsets what may be omitted.
     """
+    for word in argv:
+        if word.startswith("--tyro-"):  # tyro's own, for programs that are installed
+            raise ConfigError(f"{word} is not an option; --help lists them all")
     registry = ConstructorRegistry()
     registry.struct_rule(_section_rule)
     with tyro_errors.on_parse_error(_refuse):

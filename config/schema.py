@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=2**31 - 1)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -49,7 +49,7 @@ class RopeScaling(Section):
 
     kind: Literal["none", "linear", "ntk", "yarn", "llama3"] = "none"
     """none; linear (positions divided by factor); ntk (theta grown instead); yarn (arXiv 2309.00071); llama3."""
-    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    factor: Annotated[float, Field(ge=1, le=1e6)] = 1.0
     """How many times further than original_max_seq_len."""
     original_max_seq_len: PositiveInt = 8192
     """The context the unscaled model was trained on (yarn, llama3)."""
@@ -64,6 +64,8 @@ class RopeScaling(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.kind != "none" and self.factor == 1:
+            raise ValueError(f"kind = {self.kind} needs a factor above 1")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor = {self.high_freq_factor} must be greater than "
@@ -175,7 +177,7 @@ class DataConfig(Section):
     """stories, pydoc, a .txt file, https://….txt, or hub:NAME[:SUBSET] (Hugging Face)."""
     tokenizer: str = "bpe"
     """bytes, chars, bpe (byte-level, trained on the corpus), or the name of a tiktoken encoding such as gpt2."""
-    bpe_vocab_size: Annotated[int, Field(ge=258)] = 2048
+    bpe_vocab_size: Annotated[int, Field(ge=258, le=2**24)] = 2048
     """Ids of the trained bpe, end of text included (bpe only)."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of the text, taken from its end, that is kept for validation."""
@@ -184,11 +186,21 @@ class DataConfig(Section):
     max_tokens: PositiveInt = 2_000_000
     """Where a generated or streamed corpus ends (stories, hub:), in tokens; a file is always read whole."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.text_field != "text" and not self.source.startswith("hub:"):
+            raise ValueError(f"text_field = {self.text_field} needs source = hub:NAME, it is {self.source}")
+        return self
+
 
 class OptimConfig(Section):
     """How weights change."""
 
-    NEEDS = {"betas": ("name", {"adamw"}), "decay_fraction": ("schedule", {"wsd"})}
+    NEEDS = {
+        "betas": ("name", {"adamw"}),
+        "decay_fraction": ("schedule", {"wsd"}),
+        "min_learning_rate": ("schedule", {"cosine", "wsd", "noam"}),
+    }
 
     name: Literal["adamw", "sgd"] = "adamw"
     """adamw, or plain sgd."""
@@ -261,9 +273,11 @@ class TrainConfig(Section):
 class LogConfig(Section):
     """What is told, and where."""
 
+    NEEDS = {"wandb_project": ("wandb", {"offline", "online"})}
+
     interval: PositiveInt = 10
     """Steps between lines of progress."""
-    sample_tokens: NonNegativeInt = 60
+    sample_tokens: Annotated[int, Field(ge=0, le=10_000)] = 60
     """Tokens written by the model after each validation, to watch it learn; 0: none."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases."""

@@ -145,6 +145,7 @@ def _build(folder: Path, source: Source, config: DataConfig, settings: dict) -> 
         meta[split] = {"tokens": len(tokens), "bytes": sum(n_bytes[part])}
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     meta["files"] = {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
+    meta["checksum"] = _meta_checksum(meta)
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), "utf-8")
     _report(meta, tokenizer, config, time.perf_counter() - begin)
 
@@ -201,12 +202,18 @@ def _open(folder: Path) -> Corpus:
 def _damage(folder: Path) -> str | None:
     """What is wrong with a prepared folder, or None. Reads every byte: about a second a gigabyte."""
     try:
-        files = json.loads((folder / "meta.json").read_text("utf-8"))["files"]
-        damaged = (name for name, checksum in files.items() if _checksum(folder / name) != checksum)
-        name = next(damaged, None)
+        meta = json.loads((folder / "meta.json").read_text("utf-8"))
+        damaged = (name for name, checksum in meta["files"].items() if _checksum(folder / name) != checksum)
+        name = "meta.json" if meta["checksum"] != _meta_checksum(meta) else next(damaged, None)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return "is damaged"
     return name and f"is damaged ({name} has changed)"
+
+
+def _meta_checksum(meta: dict) -> str:
+    """Of everything in meta.json but the checksum itself."""
+    values = {key: value for key, value in meta.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _checksum(path: Path) -> str:

@@ -220,7 +220,7 @@ def their_frequencies(kind, head_dim, seq_len=None, **parameters):
         ("linear", {"factor": 4.0}),
         ("yarn", YARN),
         ("yarn", {**YARN, "beta_fast": 16.0, "beta_slow": 2.0}),
-        ("yarn", {**YARN, "factor": 1.0}),
+        ("yarn", {**YARN, "factor": 1.5}),
         ("llama3", LLAMA_31),
         ("llama3", {**LLAMA_31, "factor": 32.0, "low_freq_factor": 2.0, "original_max_position_embeddings": 512}),
     ],

@@ -389,7 +389,7 @@ def test_a_closed_standard_input_is_refused_as_a_prompt(workplace):
         (["--top-p", "0"], "--top-p: 0 must be a number, above 0 and at most 1"),
         (["--top-p", "1.1"], "--top-p: 1.1 must be a number, above 0 and at most 1"),
         (["--min-p", "1.1"], "--min-p: 1.1 must be a number, at least 0 and at most 1"),
-        (["--repetition-penalty", "0"], "--repetition-penalty: 0 must be a number, above 0"),
+        (["--repetition-penalty", "0"], "--repetition-penalty: 0 must be a number, at least 0.01 and at most 100"),
         (["--max-new-tokens", "0"], "--max-new-tokens: 0 must be a whole number, at least 1"),
         (["--num-samples", "0"], "--num-samples: 0 must be a whole number, at least 1"),
         (["--seed", "-1"], "--seed: -1 must be a whole number, at least 0"),

@@ -434,21 +434,21 @@ def test_a_killed_run_loses_only_the_steps_since_its_last_save(place, monkeypatc
 
 def test_a_kill_between_saving_and_pointing_best_at_it_loses_no_best(place, monkeypatch):
     place.write_preset(train={"eval_interval": 2, "keep_checkpoints": 1})
-    evaluate, link = train.Trainer.evaluate, train.link
+    evaluate, link = train.Trainer.evaluate, checkpoint.link
     fall = {2: 3.0, 4: 2.0, 6: 4.0, 8: 5.0}
     monkeypatch.setattr(
         train.Trainer, "evaluate", lambda trainer: {**evaluate(trainer), "val_loss": fall[trainer.state.step]}
     )
 
     def killed_link(run, name, folder):
-        if folder.name == "step-000004":
+        if (name, folder.name) == ("best", "step-000004"):
             raise Killed
         link(run, name, folder)
 
-    monkeypatch.setattr(train, "link", killed_link)
+    monkeypatch.setattr(checkpoint, "link", killed_link)
     with pytest.raises(Killed):
         place.train()
-    monkeypatch.setattr(train, "link", link)
+    monkeypatch.setattr(checkpoint, "link", link)
     place.train("--resume", "runs/tiny")
     assert os.readlink("runs/tiny/best") == "step-000004"
     assert read_checkpoint(Path("runs/tiny/best"))[2]["best_loss"] == 2.0
@@ -1171,3 +1171,38 @@ def test_what_auto_became_is_used_again(place, stopped, monkeypatch, capsys):
         )
     place.train("--resume", "runs/tiny")
     assert "float32" in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("device"))
+
+
+def test_keeping_one_checkpoint_keeps_one_when_it_is_the_best(place, monkeypatch):
+    place.write_preset(train={"eval_interval": 1, "keep_checkpoints": 1})
+    evaluate = train.Trainer.evaluate
+    monkeypatch.setattr(
+        train.Trainer, "evaluate", lambda trainer: {**evaluate(trainer), "val_loss": 1 / trainer.state.step}
+    )
+    place.train()
+    assert [folder.name for folder in checkpoint.checkpoints(Path("runs/tiny"))] == ["step-000008"]
+
+
+def test_fewer_steps_than_were_done_are_refused(place, stopped):
+    config = Path("runs/tiny/config.toml").read_text()
+    with pytest.raises(ConfigError, match=r"train\.steps = 2: the run is at step 4 already"):
+        place.train("--resume", "runs/tiny", "--train.steps", "2")
+    assert Path("runs/tiny/config.toml").read_text() == config
+
+
+def test_a_run_that_was_killed_as_it_began_can_be_resumed(place, monkeypatch):
+    place.write_preset()
+    monkeypatch.setattr(train, "Trainer", lambda *_: (_ for _ in ()).throw(Killed))
+    with pytest.raises(Killed):
+        place.train("--train.run-dir", "here")
+    monkeypatch.undo()
+    os.chdir(place.folder)
+    monkeypatch.setattr(train, "loss_curve", lambda *_: None)
+    place.train("--resume", "here")
+    assert read_checkpoint(Path("here/last"))[2]["step"] == 8
+
+
+def test_more_than_the_memory_is_one_sentence(place):
+    place.write_preset()
+    with pytest.raises(UserError, match="not enough memory"):
+        place.train("--model.vocab-size", "2147483647", "--model.d-model", "1048576")

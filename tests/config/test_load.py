@@ -157,9 +157,11 @@ def test_every_preset_loads_and_comes_back(path, preset):
 BASES = [
     Config(),
     Config(model={"kind": "encoder_decoder"}),
-    Config(model={"rope_scaling": {"kind": "linear"}}),
-    Config(model={"rope_scaling": {"kind": "llama3"}}),
-    Config(model={"rope_scaling": {"kind": "yarn"}}),
+    Config(model={"rope_scaling": {"kind": "linear", "factor": 2.0}}),
+    Config(model={"rope_scaling": {"kind": "llama3", "factor": 2.0}}),
+    Config(model={"rope_scaling": {"kind": "yarn", "factor": 2.0}}),
+    Config(data={"source": "hub:a/b"}),
+    Config(log={"wandb": "offline"}),
     Config(optim={"schedule": "wsd"}),
 ]
 CANDIDATES = {int: [1, 2, 768, 2000], float: [1e-7, 0.25, 2.5], bool: [True, False], str: ['별 "x"\\\n\t\x7f é']}
@@ -261,7 +263,10 @@ def test_f59_a_whole_number_is_a_rate():
             "--model.rope-scaling.factor 2",
             "model.rope_scaling.factor = 2.0 needs model.rope_scaling.kind = linear or llama3 or ntk or yarn",
         ),
-        ("--model.rope-scaling.kind ntk --model.position none", "model.rope_scaling.kind = ntk needs model.position ="),
+        (
+            "--model.rope-scaling.kind ntk --model.rope-scaling.factor 2 --model.position none",
+            "model.rope_scaling.kind = ntk needs model.position =",
+        ),
     ],
 )
 def test_f59_a_wrong_value_is_told_in_one_line(words, told):

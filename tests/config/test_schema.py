@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from config.schema import Config, ModelConfig, OptimConfig, RopeScaling, Section, TrainConfig
+from config.schema import Config, DataConfig, ModelConfig, OptimConfig, RopeScaling, Section, TrainConfig
 
 
 def fields(section=Config, path=()):
@@ -74,8 +74,13 @@ def test_unknown_keyword_is_refused():
             ["rope_scaling.kind = linear", "position = rope", "none"],
         ),
         (RopeScaling, {"factor": 2.0}, ["factor = 2.0", "kind"]),
-        (RopeScaling, {"kind": "yarn", "beta_fast": 1.0}, ["beta_fast = 1.0", "beta_slow = 1.0"]),
-        (RopeScaling, {"kind": "llama3", "high_freq_factor": 0.5}, ["high_freq_factor = 0.5", "low_freq_factor = 1.0"]),
+        (RopeScaling, {"kind": "linear"}, ["kind = linear", "factor above 1"]),
+        (RopeScaling, {"kind": "yarn", "factor": 2.0, "beta_fast": 1.0}, ["beta_fast = 1.0", "beta_slow = 1.0"]),
+        (
+            RopeScaling,
+            {"kind": "llama3", "factor": 2.0, "high_freq_factor": 0.5},
+            ["high_freq_factor = 0.5", "low_freq_factor = 1.0"],
+        ),
         (OptimConfig, {"min_learning_rate": 1.0}, ["min_learning_rate = 1.0", "learning_rate = 0.003"]),
         (TrainConfig, {"batch_size": 8, "micro_batch_size": 3}, ["batch_size = 8", "micro_batch_size = 3"]),
         (Config, {"train": TrainConfig(steps=10)}, ["optim.warmup_steps = 50", "train.steps = 10"]),
@@ -108,13 +113,31 @@ def test_resolve_keeps_what_was_given_and_changes_nothing_twice():
 SECTIONS = [Config, RopeScaling, *(field.annotation for field in Config.model_fields.values())]
 
 
+IDLE = {  # a value that differs from the default, beside one that leaves it without effect
+    "rope_theta": (500.0, {"position": "none"}),
+    "n_encoder_layer": (2, {}),
+    "factor": (2.0, {}),
+    "original_max_seq_len": (16, {"kind": "linear", "factor": 2.0}),
+    "low_freq_factor": (2.0, {"kind": "yarn", "factor": 2.0}),
+    "high_freq_factor": (8.0, {"kind": "yarn", "factor": 2.0}),
+    "beta_fast": (64.0, {"kind": "llama3", "factor": 2.0}),
+    "beta_slow": (2.0, {"kind": "llama3", "factor": 2.0}),
+    "bpe_vocab_size": (300, {"tokenizer": "bytes"}),
+    "betas": ((0.5, 0.5), {"name": "sgd"}),
+    "decay_fraction": (0.5, {}),
+    "min_learning_rate": (1e-4, {"schedule": "constant"}),
+    "wandb_project": ("mine", {}),
+}
+
+
 @pytest.mark.parametrize(("section", "option"), [(s, option) for s in SECTIONS for option in s.NEEDS])
 def test_an_option_without_effect_is_refused(section, option):
-    other, values = section.NEEDS[option]
-    assert getattr(section(), other) not in values or option in ("betas", "bpe_vocab_size", "rope_theta")
-    value = {"betas": (0.5, 0.5), "bpe_vocab_size": 300, "high_freq_factor": 8.0, "beta_fast": 64.0}.get(option, 2)
-    value = float(value) if section is RopeScaling and option != "original_max_seq_len" else value
-    value = 0.5 if option == "decay_fraction" else float(value) if option == "rope_theta" else value
-    idle = {"name": "sgd", "tokenizer": "bytes", "position": "none"}.get(other, getattr(section(), other))
-    with pytest.raises(ValidationError, match=f"{option} = .* needs {other} = "):
-        section(**{option: value, other: idle})
+    value, beside = IDLE[option]
+    with pytest.raises(ValidationError, match=rf"{option} = .* needs {section.NEEDS[option][0]} = "):
+        section(**{option: value}, **beside)
+
+
+def test_a_text_field_without_a_dataset_is_refused():
+    with pytest.raises(ValidationError, match="text_field = body needs source = hub:NAME, it is stories"):
+        DataConfig(text_field="body")
+    assert DataConfig(source="hub:a/b", text_field="body").text_field == "body"

@@ -226,6 +226,7 @@ def test_a_text_is_fetched_from_a_url(prepare, tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)  # this machine is no hub
     (tmp_path / "page.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode())
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 ")
     handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
@@ -247,7 +248,7 @@ def test_a_text_is_fetched_from_a_url(prepare, tmp_path, monkeypatch):
 def test_an_unchanged_corpus_is_reused(prepare, monkeypatch, capsys):
     first = prepare(TEXT.encode(), tokenizer="bpe")
     monkeypatch.setattr(module, "_build", lambda *_: pytest.fail("built again"))
-    again = prepare(TEXT.encode(), seed=1, tokenizer="bpe", max_tokens=7, text_field="other")  # none matters to a file
+    again = prepare(TEXT.encode(), seed=1, tokenizer="bpe", max_tokens=7)  # neither matters to a file
     assert again.folder == first.folder
     assert again.train.tolist() == first.train.tolist()
     assert again.tokenizer.encode(TEXT) == first.tokenizer.encode(TEXT)
@@ -381,3 +382,16 @@ def test_mistakes_on_the_command_line_exit_with_2(tmp_path, monkeypatch, capsys,
         main(words)
     assert caught.value.code == 2
     assert expected in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [('"<u2"', '"<u4"'), ('"bytes": ', '"bytes": 1'), ('"train"', '"trayn"'), ("{", "{}, {")]
+)
+def test_a_changed_description_is_noticed(prepare, capsys, old, new):
+    corpus = prepare(TEXT.encode())
+    expected, meta = corpus.train.tolist(), corpus.folder / "meta.json"
+    meta.write_text(meta.read_text("utf-8").replace(old, new, 1), "utf-8")
+    again = prepare(TEXT.encode())
+    assert again.train.tolist() == expected
+    assert again.val_bytes == corpus.val_bytes
+    assert "is damaged" in capsys.readouterr().err
