@@ -154,23 +154,21 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
 
 
 def find_run(run: str | Path | None, root: Path = Path("runs")) -> Path:
-    """The run folder that is meant: the one named, or without a name the newest under `root`. Raises `UserError`."""
+    """The run folder that is meant: the one named, or without a name that of the newest checkpoint under `root`.
+
+    Raises `UserError`.
+    """
     if run is None:
-        runs = [path.parent for path in root.glob("*/config.toml")]
-        if not runs:
-            raise UserError(f"there is no run in {root}/ to sample from; train one with: python train.py")
-        return max(runs, key=lambda path: _modified(path))
+        newest = [checkpoints(path.parent)[-1] for path in root.glob("*/config.toml") if checkpoints(path.parent)]
+        if not newest:
+            raise UserError(f"there is no run with a checkpoint in {root.absolute()}; train one with: python train.py")
+        return max(newest, key=lambda folder: folder.stat().st_mtime).parent
     run = Path(run)
     if not (run / "config.toml").is_file():
         what = "has no config.toml, so it is no run" if run.exists() else "does not exist"
         others = ", ".join(sorted(str(path.parent) for path in root.glob("*/config.toml"))) or "none"
         raise UserError(f"{run} {what}; runs: {others}")
     return run
-
-
-def _modified(run: Path) -> float:
-    newest = checkpoints(run)
-    return (newest[-1] if newest else run).stat().st_mtime
 
 
 def load_model(run: str | Path, checkpoint: str = "best") -> tuple[Decoder | EncoderDecoder, Tokenizer, Config]:

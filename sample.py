@@ -49,7 +49,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     number("--min-p", float, 0, 1, default=0.0, help="only X times the likeliest or more; 0: off (default)")
     number("--repetition-penalty", float, 0.01, 100, default=1.0, help="1: off (default)")
     add("--stop", action="append", type=_text, default=[], metavar="TEXT", help="end before this text; may be repeated")
-    number("--seed", int, 0, 2**63, default=0, help="sample i draws with seed N + i (default: 0)")
+    number("--seed", int, 0, 2**63 - 1, default=0, help="sample i draws with seed N + i (default: 0)")
     add("--no-cache", action="store_true", help="recompute everything at each token")
     add("--checkpoint", default="best", metavar="NAME", help="best (default), last, or a step-NNNNNN of the run")
     add("--format", choices=["text", "jsonl"], default="text", help="jsonl: one object a sample")
@@ -378,8 +378,8 @@ def main(options: argparse.Namespace) -> None:
             use_cache=not options.no_cache,
             **settings,
         )
-        if config.model.position != "learned":  # which never go past their end
-            events = note_length(events, [len(prompt) or 1 for prompt in ids], config.model.max_seq_len)
+        trained = math.inf if config.model.position == "learned" else config.model.max_seq_len
+        events = note_length(events, [len(prompt) or 1 for prompt in ids], trained)
         (print_jsonl if options.format == "jsonl" else print_text)(events, prompts, tokenizer, options.stop)
     except ValueError as error:  # a setting, or a prompt, that this model cannot take
         raise UserError(str(error)) from None
@@ -412,9 +412,13 @@ def read_prompts(options: argparse.Namespace, kind: str) -> list[str]:
 
 
 def note_length(events: Iterator[Event], lengths: list[int], trained: int) -> Iterator[Event]:
-    """The same events; says once when a text of these prompt `lengths` grows past what the model was trained on."""
+    """The same events; says once when a text of these prompt `lengths` grows past what the model was `trained` on, and
+    when nothing was written at all."""
+    starts = list(lengths)
     noted = False
     for event in events:
+        if event[3] == "end" and lengths[event[0]] == starts[event[0]]:
+            print("note: the model ended the text at once; does the prompt stop where a text would?", file=sys.stderr)
         lengths[event[0]] += 1
         if not noted and lengths[event[0]] > trained:
             noted = True

@@ -71,6 +71,7 @@ import ctypes
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import textwrap
@@ -114,7 +115,7 @@ class Machine:
         return torch.autocast(self.device, self.dtype, enabled=self.dtype != torch.float32)
 
 
-def choose_machine(config: Config) -> Machine:
+def choose_machine(config: Config, asked: str = "as asked") -> Machine:
     """Decides what is auto by what the machine has, never by a timing, and says it in a line."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     device = config.train.device
@@ -124,14 +125,14 @@ def choose_machine(config: Config) -> Machine:
         names = ", ".join(name for name in available if available[name])
         raise ConfigError(f"train.device = {device} is not available here; available: {names}")
     if config.train.dtype != "auto":
-        dtype, why = getattr(torch, config.train.dtype), "as asked"
+        dtype, why = getattr(torch, config.train.dtype), asked
     elif device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         dtype, why = torch.bfloat16, "the GPU computes it natively"
     elif device == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()):
         dtype, why = torch.bfloat16, "the processor multiplies it natively"
     else:
         dtype, why = torch.float32, "no units for bfloat16 here that would make it faster"
-    compile, reason = choose_compile(config, device)
+    compile, reason = choose_compile(config, device, asked)
     threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
     say(f"device {device}{threads}; {str(dtype).removeprefix('torch.')} ({why}); {reason}")
     return Machine(device, dtype, compile)
@@ -150,15 +151,15 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, (1 << 31) - 1)
 
 
-def choose_compile(config: Config, device: str) -> tuple[bool, str]:
+def choose_compile(config: Config, device: str, asked: str) -> tuple[bool, str]:
     if config.train.compile == "off":
-        return False, "not compiled, as asked"
+        return False, f"not compiled, {asked}"
     if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl"))):
         if config.train.compile == "on":
             raise ConfigError("train.compile = on needs a C++ compiler, and none is installed: g++ or clang++")
         return False, "not compiled: there is no C++ compiler"
     if config.train.compile == "on":
-        return True, "compiled, as asked"
+        return True, f"compiled, {asked}"
     if device == "cuda":
         return True, "compiled"
     return False, "not compiled: not worth its half minute on this device (--train.compile on)"
@@ -240,9 +241,9 @@ class Trainer:
     def diverged(self, nats: float, norm: float) -> str:
         what = f"the loss is {nats}" if not math.isfinite(nats) else f"the norm of the gradient is {norm}"
         saved = checkpoints(self.run)
-        then = f"go on from {saved[-1].name} with: python train.py --resume {self.run}" if saved else "try again with"
+        then = f"go on from {saved[-1].name}: python train.py --resume {self.run}" if saved else "try again with"
         rate = self.config.optim.learning_rate / 3
-        return f"{what} at step {self.state.step}; nothing was saved since; {then} --optim.learning-rate {rate:.0e}"
+        return f"{what} at step {self.state.step}; {then} --optim.learning-rate {rate:.0e}"
 
     def planned_steps(self) -> int:
         """Where the schedule ends: `steps`, or sooner if `max_minutes` comes first at the present pace."""
@@ -308,8 +309,6 @@ class Trainer:
 
     def restore(self, folder: Path, weights: Tensors, tensors: Tensors, state: dict) -> None:
         """Goes back to a checkpoint: weights, optimizer, counters, and metrics.jsonl as long as it was then."""
-        if state["corpus"] != self.corpus.key:
-            raise UserError(f"the text of data.source = {self.config.data.source} has changed since {self.run} began")
         load_weights(self.model, weights, folder)
         load_optimizer(self.model, self.optimizer, tensors)
         if state["scaler"]:
@@ -562,8 +561,8 @@ def newest_checkpoint(run: Path) -> tuple[Path, Tensors, Tensors, dict] | None:
 def main(request: Request) -> None:
     try:
         run(request)
-    except RuntimeError as error:  # torch has no class of its own for this on a CPU
-        if "allocate memory" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
+    except (RuntimeError, MemoryError) as error:  # torch has no class of its own for this on a CPU
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise UserError("there is not enough memory; lower train.micro_batch_size, or the sizes in [model]") from None
 
@@ -578,11 +577,16 @@ def run(request: Request) -> None:
         raise ConfigError("model.kind = encoder_decoder needs pairs to train on, and no data.source gives them yet")
     wandb = import_wandb(config)
     corpus = prepare(config.data, seed=0)  # not the run's: runs of several seeds read the same text
+    saved = request.resume and newest_checkpoint(request.resume)
+    if saved and saved[-1]["corpus"] != corpus.key:
+        raise UserError(
+            f"data.source = {config.data.source} is another text than {request.resume} was trained on; "
+            f"give that text, or start a new run"
+        )
     largest_id = max(corpus.largest_id, corpus.tokenizer.end_id)
     check_ids(largest_id, config.model.vocab_size or corpus.tokenizer.vocab_size)
     config = config.model_copy(update={"model": config.model.resolve(corpus.tokenizer.vocab_size)})
-    saved = request.resume and newest_checkpoint(request.resume)
-    machine = choose_machine(as_before(config, saved[-1]) if saved else config)
+    machine = choose_machine(as_before(config, saved[-1]), "as before") if saved else choose_machine(config)
     for split in ("train", "val"):
         check_length(getattr(corpus, split), config.model.max_seq_len, split)
     if saved and saved[-1]["step"] > config.train.steps:
@@ -592,6 +596,9 @@ def run(request: Request) -> None:
     trainer = Trainer(config, folder, corpus, machine)
     if saved:
         trainer.restore(*saved)
+        if trainer.state.step == config.train.steps:
+            say(f"{folder} is finished; to go on: python train.py --resume {folder} --train.steps N")
+            return loss_curve(folder / "metrics.jsonl", folder / "loss.png")
         say(f"going on with {folder} from step {trainer.state.step}")
     else:
         corpus.tokenizer.save(folder / "tokenizer")
@@ -605,7 +612,7 @@ def run(request: Request) -> None:
         loss_curve(folder / "metrics.jsonl", folder / "loss.png")
     best = f"best {trainer.state.best_loss:.4f} at step {trainer.state.best_step}"
     say(f"done in {duration(trainer.state.seconds)} of training; validation loss {best}")
-    say(f"read it: python sample.py {folder}")
+    say(f"read it: python sample.py {shlex.quote(str(folder))}")
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ class OptimConfig(Section):
     min_learning_rate: NonNegativeFloat = 0.0
     """Where the schedule ends."""
     warmup_steps: NonNegativeInt = 50
-    """Steps over which the rate rises linearly to its peak."""
+    """Steps over which the rate rises linearly to its peak; a shorter run rises all the way."""
     schedule: Literal["cosine", "wsd", "constant", "noam"] = "cosine"
     """After the warm-up: cosine; wsd (stable, then linear decay over decay_fraction); constant; noam (1/sqrt(step))."""
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.4
@@ -293,12 +293,3 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     log: LogConfig = LogConfig()
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.optim.warmup_steps > self.train.steps:
-            raise ValueError(
-                f"optim.warmup_steps = {self.optim.warmup_steps} must not be greater than "
-                f"train.steps = {self.train.steps}"
-            )
-        return self

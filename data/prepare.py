@@ -9,6 +9,7 @@ without a byte-order mark. A prepared corpus is found again by what went into it
 
 import argparse
 import ast
+import codecs
 import difflib
 import hashlib
 import itertools
@@ -327,9 +328,11 @@ def _read_text(path: Path) -> str:
     try:
         return _normalise(path.read_bytes().decode("utf-8"))
     except UnicodeDecodeError as error:
+        if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise UserError(f"{path} is UTF-16; save it as UTF-8: iconv -f UTF-16 -t UTF-8 {path} > utf8.txt") from None
         raise UserError(
             f"{path} is not UTF-8: byte 0x{error.object[error.start]:02X} at offset {error.start:,}; "
-            f"save it as UTF-8, for example with iconv -f LATIN1 -t UTF-8"
+            f"save it as UTF-8, for example, if it is Latin-1, with iconv -f LATIN1 -t UTF-8 {path} > utf8.txt"
         ) from None
 
 
@@ -354,7 +357,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = DataConfig(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"data.{first['loc'][0]} = {first['input']}: {first['msg']}") from None
+        where = f"data.{first['loc'][0]} = {first['input']}: " if first["loc"] else ""
+        raise ConfigError(where + first["msg"].removeprefix("Value error, ")) from None
     _say(f"in {prepare(config, seed).folder}")
 
 

@@ -10,13 +10,14 @@ import argparse
 import math
 import random
 import re
-import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from config.errors import command
 
 # Korean particles: after a final consonant (받침), and otherwise.
 PARTICLES = {
@@ -299,6 +300,7 @@ def documents(seed: int, n_bytes: int) -> Iterator[str]:
         yield text
 
 
+@command
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m data.stories", description="Prints built-in stories.")
     parser.add_argument("--sample", type=int, required=True, metavar="N", help="how many stories to print")
@@ -306,7 +308,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.sample < 1:
         parser.error(f"--sample must be at least 1, not {options.sample}")
-    sys.stdout.reconfigure(encoding="utf-8")  # Korean, whatever the console believes
     rng = random.Random(options.seed)
     print("\n\n".join(story(rng).text for _ in range(options.sample)))
 

@@ -175,7 +175,10 @@ def test_a_run_without_a_checkpoint_and_a_folder_that_is_no_run_are_said(run, tm
 
 
 def test_without_a_name_the_newest_run_is_meant(finished_run, tmp_path):
-    with pytest.raises(UserError, match="no run in"):
+    begun = tmp_path / "begun"  # and newer than all others, but there is nothing to sample from in it
+    begun.mkdir()
+    shutil.copy(finished_run / "config.toml", begun)
+    with pytest.raises(UserError, match="no run with a checkpoint in"):
         find_run(None, tmp_path)
     for name, when in (("old", 1_000), ("new", 3_000), ("middle", 2_000)):
         shutil.copytree(finished_run, tmp_path / name, symlinks=True)

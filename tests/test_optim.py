@@ -45,6 +45,7 @@ def test_F43_the_peak_is_exact_for_every_length_of_warmup(peak):
 )
 @pytest.mark.parametrize("minimum", [0.0, 1e-4, 1e-3])
 def test_F44_degenerate_schedules_are_finite_and_between_minimum_and_peak(schedule, steps, warmup, minimum):
+    minimum = 0.0 if schedule == "constant" else minimum  # which has none
     options = {"schedule": schedule, "learning_rate": 1e-3, "min_learning_rate": minimum, "warmup_steps": warmup}
     values = rates(steps, **options)
     config = OptimConfig(**options)

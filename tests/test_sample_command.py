@@ -356,7 +356,9 @@ def test_help_and_a_mistyped_option_are_answered_without_torch(argv, tmp_path):
 
 
 def test_no_run_at_all_to_sample_from(tmp_path):
-    assert_process_refused(process("sample.py", cwd=tmp_path), r"no run in runs/.*python train\.py")
+    assert_process_refused(
+        process("sample.py", cwd=tmp_path), r"no run with a checkpoint in .*runs; .*python train\.py"
+    )
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
@@ -471,7 +473,7 @@ def replace(old: str, new: str):
 def test_a_damaged_run_is_refused_naming_what_is_damaged(letters, tmp_path, command, file, damage, says):
     shutil.copytree(letters / "runs", tmp_path / "runs", symlinks=True)
     damage(tmp_path / "runs" / "letters" / file)
-    assert_refused(command(tmp_path, "--prompt", "c"), says)
+    assert_refused(command(tmp_path, "runs/letters", "--prompt", "c"), says)
 
 
 def test_a_run_whose_weights_diverged_is_refused(tmp_path, command):
@@ -486,4 +488,4 @@ def test_a_run_that_has_only_begun_has_no_checkpoint(tmp_path, command):
     run = tmp_path / "runs" / "begun"
     run.mkdir(parents=True)
     (run / "config.toml").write_text(to_toml(Config(model=ModelConfig(vocab_size=11).resolve())), "utf-8")
-    assert_refused(command(tmp_path), "runs/begun has no checkpoint best; checkpoints: none")
+    assert_refused(command(tmp_path, "runs/begun"), "runs/begun has no checkpoint best; checkpoints: none")

@@ -83,7 +83,6 @@ def test_unknown_keyword_is_refused():
         ),
         (OptimConfig, {"min_learning_rate": 1.0}, ["min_learning_rate = 1.0", "learning_rate = 0.003"]),
         (TrainConfig, {"batch_size": 8, "micro_batch_size": 3}, ["batch_size = 8", "micro_batch_size = 3"]),
-        (Config, {"train": TrainConfig(steps=10)}, ["optim.warmup_steps = 50", "train.steps = 10"]),
     ],
 )
 def test_impossible_pair_is_refused_with_both_values(section, given, told):
