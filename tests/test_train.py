@@ -1092,7 +1092,7 @@ def test_batches_come_from_the_run_s_own_seed(corpus):
         assert all(torch.equal(a, b) for a, b in zip(trainer.batches.batch(3), expected, strict=True))
 
 
-# What a reviewer found
+# Faults met in use
 
 
 def test_a_closed_output_does_not_stop_training(place):
