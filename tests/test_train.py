@@ -1181,6 +1181,7 @@ def test_keeping_one_checkpoint_keeps_one_when_it_is_the_best(place, monkeypatch
     )
     place.train()
     assert [folder.name for folder in checkpoint.checkpoints(Path("runs/tiny"))] == ["step-000008"]
+    assert os.readlink("runs/tiny/best") == os.readlink("runs/tiny/last") == "step-000008"
 
 
 def test_fewer_steps_than_were_done_are_refused(place, stopped):
