@@ -447,3 +447,18 @@ def test_f02_float16_matmul_survives_a_negative_score_where_nothing_is_seen():
     output.sum().backward()
     assert output.abs().max() == 0
     assert q.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 256])
+def test_dividing_by_the_root_of_the_width_keeps_the_variance_of_scores_at_one(head_dim):
+    """Recovered from the weights: log ratios of two keys' weights are differences of scores, of variance two."""
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 1, 20_000, head_dim), torch.randn(1, 1, 2, head_dim)
+    k = k / k.norm(dim=-1, keepdim=True) * math.sqrt(head_dim)  # so that two keys stand for all
+
+    def variance(scale):
+        first, second = attention_weights(q.double(), k.double(), Mask(20_000, 2, causal=False), scale).log().unbind(-1)
+        return ((first - second).var() / (2 * (1 - torch.cosine_similarity(*k[0, 0], dim=0)))).item()
+
+    assert variance(None) == pytest.approx(1, abs=0.05)
+    assert variance(1.0) == pytest.approx(head_dim, rel=0.05)

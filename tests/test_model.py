@@ -588,3 +588,11 @@ def copy_block(block, layer):
     linears = [(block.feed_forward.up_proj, layer.linear1), (block.feed_forward.down_proj, layer.linear2)]
     for ours, theirs in norms + linears:
         theirs.load_state_dict(ours.state_dict())
+
+
+def test_many_heads_have_the_parameters_of_one():
+    sizes = {
+        n_head: sum(p.numel() for p in build_model(ModelConfig(vocab_size=31, d_model=64, n_head=n_head)).parameters())
+        for n_head in (1, 4, 8)
+    }
+    assert len(set(sizes.values())) == 1, sizes
