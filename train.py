@@ -88,7 +88,8 @@ from torch import Tensor, nn
 
 from checkpoint import Tensors, checkpoints, link, load_optimizer, load_weights, read_checkpoint, save_checkpoint
 from data.loader import IGNORE, Batches, check_ids, check_length, validation_windows
-from data.prepare import Corpus, prepare
+from data.prepare import Corpus, Split, prepare
+from data.tokenizer import Tokenizer
 from model import build_model
 from optim import build_optimizer, learning_rate, set_learning_rate
 from plots import loss_curve
@@ -172,13 +173,14 @@ class Loss(nn.Module):
         super().__init__()
         self.model, self.label_smoothing = model, label_smoothing
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Inputs and targets (B, T) -> the cross entropy of all targets but IGNORE, summed, in nats, float32."""
+    def forward(self, inputs: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
+        """Inputs and targets (B, T) -> the cross entropy in nats, float32, of all targets but IGNORE: their sum, or
+        with reduction "none" each (B * T,)."""
         return F.cross_entropy(
             self.model(inputs).flatten(0, 1).float(),
             targets.flatten(),
             ignore_index=IGNORE,
-            reduction="sum",
+            reduction=reduction,
             label_smoothing=self.label_smoothing if self.training else 0.0,
         )
 
@@ -206,7 +208,13 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(machine.device, enabled=machine.dtype == torch.float16)
         self.loss = Loss(self.model, config.optim.label_smoothing)
         self.training_loss = torch.compile(self.loss) if machine.compile else self.loss
-        self.batches = Batches(corpus.train, config.model.max_seq_len, config.train.batch_size, config.train.seed)
+        self.batches = Batches(
+            corpus.train.tokens,
+            config.model.max_seq_len,
+            config.train.batch_size,
+            config.train.seed,
+            end_id=corpus.tokenizer.end_id if corpus.documents else None,
+        )
         self.state, self.pace = State(), Pace()
 
     def step(self) -> dict[str, float]:
@@ -253,23 +261,17 @@ class Trainer:
         left = max(int((limit - state.seconds) / self.pace.seconds), 0)
         return min(self.config.train.steps, state.step + left)
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """The loss over the whole validation split: nats per token, and bits per byte of text."""
-        tokens, train = self.corpus.val, self.config.train
-        self.loss.eval()  # the model in it too: no dropout, no label smoothing
-        nats = 0.0
-        context = self.config.model.max_seq_len
+        """The loss over the whole validation split, and over the held-out combinations where the corpus has them."""
+        train, context = self.config.train, self.config.model.max_seq_len
         rows = train.micro_batch_size or max(train.batch_size, 4096 // context)  # many short windows at a time: faster
-        for inputs, targets, _ in validation_windows(tokens, context, rows):
-            with self.machine.autocast():
-                nats += self.loss(inputs.to(self.machine.device), targets.to(self.machine.device)).item()
-        self.loss.train()
-        first = len(self.corpus.tokenizer.piece(int(tokens[0])))  # the first token is never a target
-        return {
-            "val_loss": nats / (len(tokens) - 1),
-            "val_bits_per_byte": nats / math.log(2) / max(self.corpus.val_bytes - first, 1),
+        splits = {"val": self.corpus.val, "held_out": self.corpus.held_out}
+        grades = {
+            name: grade(self.loss, split, self.corpus, self.machine, context, rows)
+            for name, split in splits.items()
+            if split
         }
+        return {f"{name}_{key}": value for name, values in grades.items() for key, value in values.items()}
 
     def sample(self) -> str:
         """A few words of the model's own, from the start token."""
@@ -330,6 +332,41 @@ class Trainer:
             say(f"note: {file} has lost lines")
             size = file.read_bytes().rfind(b"\n") + 1
         os.truncate(file, size)
+
+
+@torch.no_grad()
+def grade(loss: Loss, split: Split, corpus: Corpus, machine: Machine, context: int, rows: int) -> dict[str, float]:
+    """The loss over a split, `rows` windows of `context` tokens at a time: nats per token, bits per byte of text.
+
+    Where the entropy of the text is known, it is the "floor", in nats per token, and the nats of a document are also
+    told by language: its English and Korean lines take turns.
+    """
+    tokens, n_bytes, n_targets, end_id = split.tokens, split.n_bytes, len(split.tokens), corpus.tokenizer.end_id
+    if not corpus.documents:  # the first token is not a target
+        n_bytes, n_targets, end_id = n_bytes - len(corpus.tokenizer.piece(int(tokens[0]))), n_targets - 1, None
+    is_korean = odd_lines(tokens, corpus.tokenizer) if split.floor else np.zeros(len(tokens), bool)
+    nats = korean = 0.0
+    was_training = loss.training
+    loss.eval()  # the model in it too: no dropout, no label smoothing
+    for inputs, targets, places in validation_windows(tokens, context, rows, end_id):
+        with machine.autocast():
+            losses = loss(inputs.to(machine.device), targets.to(machine.device), "none").cpu()  # 0 where padded
+        nats += losses.sum().item()
+        korean += losses[torch.from_numpy(is_korean[places]).flatten()].sum().item()
+    loss.train(was_training)
+    values = {"loss": nats / n_targets, "bits_per_byte": nats / math.log(2) / max(n_bytes, 1)}
+    if split.floor:
+        values["floor"] = sum(split.floor[:2]) / n_targets
+        values["english"], values["korean"] = (nats - korean) / split.n_documents, korean / split.n_documents
+    return values
+
+
+def odd_lines(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """For each token whether it stands in the second, fourth, ... line of its document, which has an even number."""
+    line_ends = np.array([piece.count(b"\n") for piece in tokenizer.pieces])
+    line_ends[tokenizer.end_id] = 1
+    ends = line_ends[tokens]
+    return (np.cumsum(ends) - ends) % 2 == 1
 
 
 def seed_everything(*numbers: int) -> None:
@@ -427,13 +464,36 @@ def evaluate(trainer: Trainer, log: Log) -> dict[str, float]:
     better = values["val_loss"] < state.best_loss
     if better:
         state.best_loss, state.best_step = values["val_loss"], state.step
-    log.say(
-        f"step {state.step:,} · validation {values['val_loss']:.4f} nats/token, "
-        f"{values['val_bits_per_byte']:.4f} bits/byte{' · best so far' if better else ''}"
-    )
+    for line in told(values, trainer.corpus, state.step, better):
+        log.say(line)
     if trainer.config.log.sample_tokens:
         say(textwrap.indent(trainer.sample().strip(), "  | "))
     return values
+
+
+def told(values: dict[str, float], corpus: Corpus, step: int, better: bool) -> Iterator[str]:
+    """What an evaluation found, in lines."""
+    indent = " " * len(f"step {step:,} ")
+    for name, title in {"val": "validation", "held_out": "held-out combinations"}.items():
+        split = getattr(corpus, name)
+        if not split:
+            continue
+        loss, bits = values[f"{name}_loss"], values[f"{name}_bits_per_byte"]
+        line = f"{title} {loss:.4f} nats/token, {bits:.4f} bits/byte"
+        if split.floor:
+            floor = values[f"{name}_floor"]
+            line += f" (floor {floor:.4f}, {bits * floor / loss:.4f})"
+        if name == "val":
+            yield f"step {step:,} · {line}{' · best so far' if better else ''}"
+        else:
+            yield f"{indent}· {line}"
+        if split.floor:
+            english, korean, knowing = (nats / split.n_documents for nats in split.floor)
+            line = (
+                f"nats per story: English {values[f'{name}_english']:.2f} (floor {english:.2f}), "
+                f"Korean {values[f'{name}_korean']:.2f} ({korean:.2f})"
+            )
+            yield f"{indent}  {line}" + (f", {knowing:.2f} for one who knows what is held out" if name != "val" else "")
 
 
 class Pace:
@@ -523,7 +583,7 @@ def describe(config: Config, model: nn.Module, corpus: Corpus, batches: Batches,
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters; run folder {run}")
     say(
         f"{steps:,} steps of {config.train.batch_size} x {config.model.max_seq_len} tokens = {passes:.1f} passes over "
-        f"{len(corpus.train):,} training tokens; validation on {len(corpus.val):,}"
+        f"{len(corpus.train.tokens):,} training tokens; validation on {len(corpus.val.tokens):,}"
     )
     if passes > 10:
         say(
@@ -576,7 +636,7 @@ def run(request: Request) -> None:
     if config.model.kind == "encoder_decoder":
         raise ConfigError("model.kind = encoder_decoder needs pairs to train on, and no data.source gives them yet")
     wandb = import_wandb(config)
-    corpus = prepare(config.data, seed=0)  # not the run's: runs of several seeds read the same text
+    corpus = prepare(config.data)
     saved = request.resume and newest_checkpoint(request.resume)
     if saved and saved[-1]["corpus"] != corpus.key:
         raise UserError(
@@ -587,8 +647,8 @@ def run(request: Request) -> None:
     check_ids(largest_id, config.model.vocab_size or corpus.tokenizer.vocab_size)
     config = config.model_copy(update={"model": config.model.resolve(corpus.tokenizer.vocab_size)})
     machine = choose_machine(as_before(config, saved[-1]), "as before") if saved else choose_machine(config)
-    for split in ("train", "val"):
-        check_length(getattr(corpus, split), config.model.max_seq_len, split)
+    for split in ("train",) if corpus.documents else ("train", "val"):
+        check_length(getattr(corpus, split).tokens, config.model.max_seq_len, split)
     if saved and saved[-1]["step"] > config.train.steps:
         raise ConfigError(f"train.steps = {config.train.steps}: the run is at step {saved[-1]['step']} already")
     folder = request.resume or new_run(config, request.name)

@@ -9,24 +9,28 @@ import torch
 
 from config.errors import UserError
 
+BLOCK = 1 << 24  # tokens looked at in one go
 IGNORE = -100  # a target that is not graded: what torch's cross_entropy ignores
 
 
 class Batches:
-    """Training batches: each epoch takes the windows of a grid in a random order.
+    """Training batches: each epoch takes all windows in a random order.
 
-    Epoch e shifts the grid by an offset drawn from (seed, e), around the end and back to the start, and permutes it by
-    a permutation drawn from (seed, e). Every epoch has the same number of windows, so step s simply takes the
-    `batch_size` windows from s * batch_size on; a batch may reach into the next epoch. Whatever the length of the text,
-    every token but the first is a target sooner or later.
+    The windows of a text are a grid, which epoch e shifts by an offset drawn from (seed, e), around the end and back to
+    the start. With the `end_id` that ends each document, a window begins with every document, and in a long one every
+    `seq_len` tokens: nothing in it then depends on words that were cut off, and short documents are seen with those
+    that follow. Every epoch has the same number of windows, so step s simply takes the `batch_size` windows from
+    s * batch_size on; a batch may reach into the next epoch. Every token is a target sooner or later (of a text all but
+    the first).
 
     tokens: 1-D array, any integer type, memory-mapped or not. Raises `UserError` if it is too short for one window.
     """
 
-    def __init__(self, tokens: np.ndarray, seq_len: int, batch_size: int, seed: int, split: str = "train"):
-        check_length(tokens, seq_len, split)
+    def __init__(self, tokens: np.ndarray, seq_len: int, batch_size: int, seed: int, end_id: int | None = None):
+        check_length(tokens, seq_len, "train")
         self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
-        self.n_windows = (len(tokens) - 1) // seq_len
+        self._documents = None if end_id is None else document_windows(tokens, seq_len, end_id)
+        self.n_windows = (len(tokens) - 1) // seq_len if end_id is None else len(self._documents)
         self._starts = lru_cache(maxsize=2)(self._draw_starts)  # remembered for speed only
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,35 +38,60 @@ class Batches:
         first = step * self.batch_size
         places = (divmod(place, self.n_windows) for place in range(first, first + self.batch_size))
         starts = np.array([self._starts(epoch)[index] for epoch, index in places])  # (B,)
-        windows = self.tokens[starts[:, None] + np.arange(self.seq_len + 1)]  # (B, T + 1)
+        windows = self.tokens[(starts[:, None] + np.arange(self.seq_len + 1)) % len(self.tokens)]  # (B, T + 1)
         windows = torch.from_numpy(windows.astype(np.int64))
         _release(self.tokens)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def passes(self, steps: int) -> float:
         """How often `steps` steps go over the text."""
-        return steps * self.batch_size / self.n_windows
+        return steps * self.batch_size * self.seq_len / len(self.tokens)
 
     def _draw_starts(self, epoch: int) -> np.ndarray:
         """Where the windows of `epoch` start, in their order: (n_windows,), all different."""
         generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, epoch))))
+        if self._documents is not None:
+            return generator.permutation(self._documents)
         places = len(self.tokens) - self.seq_len  # where a window can start
         grid = generator.integers(places) + np.arange(self.n_windows) * self.seq_len
         return generator.permutation(grid % places)
 
 
-def validation_windows(
-    tokens: np.ndarray, seq_len: int, batch_size: int, split: str = "val"
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """All of `tokens` once, in order: windows back to back, the last one shorter, so that every token but the first is
-    a target exactly once.
+def document_windows(tokens: np.ndarray, seq_len: int, end_id: int) -> np.ndarray:
+    """Where windows start so that each document begins one, with the end of the document before it (of the first: the
+    end of the last), and goes on in others every `seq_len` tokens."""
+    ends = np.concatenate(
+        [first + np.flatnonzero(tokens[first : first + BLOCK] == end_id) for first in range(0, len(tokens), BLOCK)]
+    )
+    _release(tokens)
+    begins = np.concatenate([[-1], ends[:-1]])
+    counts = -(-(ends - begins) // seq_len)  # windows of each document
+    firsts = np.repeat(begins, counts)
+    return firsts + seq_len * (np.arange(len(firsts)) - np.repeat(np.cumsum(counts) - counts, counts))
 
-    Yields (inputs, targets, lengths), int64: (B, T), (B, T), (B,). The last batch may have fewer rows; past its length
-    a row has inputs 0 and targets IGNORE. Raises `UserError` at once if `tokens` is too short for one window.
+
+def validation_windows(
+    tokens: np.ndarray, seq_len: int, batch_size: int, end_id: int | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Every token as a target exactly once, in windows back to back, the last one shorter.
+
+    With the `end_id` that ends each document, windows begin anew with each, and its first token follows the end of the
+    one before (or the last, for the first); otherwise the first token of the text is no target.
+
+    Yields (inputs, targets, places), int64, each (B, T): `places` tells where in `tokens` the targets stand. Rows are
+    padded at their right with inputs 0, targets IGNORE and places -1. Batches of documents hold rows of like lengths.
     """
-    check_length(tokens, seq_len, split)
-    starts = range(0, len(tokens) - 1, seq_len)
-    return (_right_padded(tokens, starts[i : i + batch_size], seq_len) for i in range(0, len(starts), batch_size))
+    if end_id is None:
+        starts = np.arange(0, len(tokens) - 1, seq_len)
+        lengths = np.minimum(seq_len, len(tokens) - 1 - starts)
+    else:
+        starts = document_windows(tokens, seq_len, end_id)
+        ends = np.flatnonzero(tokens == end_id)
+        lengths = np.minimum(seq_len, ends[np.searchsorted(ends, starts + 1)] - starts)
+        order = np.argsort(lengths, kind="stable")
+        starts, lengths = starts[order], lengths[order]
+    for row in range(0, len(starts), batch_size):
+        yield _right_padded(tokens, starts[row : row + batch_size], lengths[row : row + batch_size])
 
 
 def check_length(tokens: np.ndarray, seq_len: int, split: str) -> None:
@@ -83,15 +112,15 @@ def check_ids(largest_id: int, vocab_size: int) -> None:
         )
 
 
-def _right_padded(tokens: np.ndarray, starts: range, seq_len: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    inputs = torch.zeros(len(starts), seq_len, dtype=torch.int64)
-    targets = torch.full_like(inputs, IGNORE)
-    lengths = torch.tensor([min(seq_len, len(tokens) - 1 - start) for start in starts])
-    for row, (start, length) in enumerate(zip(starts, lengths.tolist(), strict=True)):
-        window = torch.from_numpy(tokens[start : start + length + 1].astype(np.int64))
-        inputs[row, :length], targets[row, :length] = window[:-1], window[1:]
+def _right_padded(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, ...]:
+    """Windows that start at `starts` (B,), with `lengths` targets each (B,)."""
+    offsets = np.arange(lengths.max())
+    padding = offsets >= lengths[:, None]  # (B, T)
+    places = np.where(padding, -1, starts[:, None] + offsets + 1)
+    inputs = np.where(padding, 0, tokens[places - 1].astype(np.int64))  # before the first token: the last one
+    targets = np.where(padding, IGNORE, tokens[places].astype(np.int64))
     _release(tokens)
-    return inputs, targets, lengths
+    return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(places)
 
 
 def _release(tokens: np.ndarray) -> None:

@@ -1,272 +1,28 @@
 """The built-in corpus: short stories told in English and Korean in parallel, drawn from a small grammar.
 
-`stories_words.toml` holds the words and `stories_plots.toml` the plots; this file draws, inflects and annotates.
-A story is one derivation: a beat expands into one of its alternatives until only sentences are left, and each sentence
-asks for the words of its roles, drawn when they are first needed. The Korean follows from the English and every choice
-shows in the English, so the probability of a story is the product of the probabilities of its choices.
+python -m data.stories --sample N [--seed S]      prints stories
+python -m data.stories --check FILE               judges stories, blank lines between them: of a model, for example
+
+`stories_words.toml` holds the words and `stories_plots.toml` the plots; `data/grammar.py` draws and reads. Training
+never meets some combinations of who, what and where (`[held_out]` in the plots), so that a model can be asked what it
+makes of them.
 """
 
 import argparse
 import math
 import random
 import re
+import sys
 import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
+from itertools import islice, zip_longest
 from pathlib import Path
-from typing import NamedTuple
 
-from config.errors import command
+from config.errors import UserError, command
+from data.grammar import PARTICLES, Draw, Grammar, Sentence, Slot, Story, Word, particle, render, skeleton
 
-# Korean particles: after a final consonant (받침), and otherwise.
-PARTICLES = {
-    "은": ("은", "는"),
-    "이": ("이", "가"),
-    "을": ("을", "를"),
-    "과": ("과", "와"),
-    "으로": ("으로", "로"),
-    "이었다": ("이었다", "였다"),
-    "이라는": ("이라는", "라는"),
-}
-PRONOUNS = {"it", "그것"}  # in plain text
-# Forms of a role that stand for it, or agree with it, rather than name it.
-FORM_KINDS = {"he": "pronoun", "it": "pronoun", "그": "pronoun", "그것": "pronoun", "was": "verb", "is": "verb"}
-
-BAR = re.compile(r"^\|$", re.MULTILINE)  # between the alternatives of a beat
-
-
-def particle(noun: str, kind: str) -> str:
-    """The form of a particle that follows a noun.
-
-    `kind` is the form after a final consonant, a key of `PARTICLES`. The last syllable's code point tells: Unicode
-    numbers Hangul syllables as 28 finals for each initial and vowel. 으로 drops its vowel after ㄹ, the eighth, too.
-    Raises ValueError if the noun does not end in a Hangul syllable.
-    """
-    final = ord(noun[-1]) - ord("가")
-    if not 0 <= final <= ord("힣") - ord("가"):
-        raise ValueError(f"{noun!r} does not end in a Hangul syllable, so its particle is unknown")
-    final %= 28
-    closed = final != 0 and not (kind == "으로" and final == 8)
-    return PARTICLES[kind][0 if closed else 1]
-
-
-class Draw:
-    """Makes every random choice and counts its log-probability, so that none can be forgotten.
-
-    Uses `random.Random.random` alone, which is the same on every version of Python.
-    """
-
-    def __init__(self, rng: random.Random):
-        self.rng = rng
-        self.log_prob = 0.0
-
-    def pick(self, options: Sequence):
-        """One of the options, all equally likely."""
-        self.log_prob -= math.log(len(options))
-        return options[int(self.rng.random() * len(options))]
-
-
-class Form(NamedTuple):
-    """A word as it stands in a sentence; `text[start:end]` is the word without article and particle."""
-
-    text: str
-    start: int
-    end: int
-
-
-class Word(NamedTuple):
-    """An entry of a word list: its English name, the text of each form, and the keys shared by its list."""
-
-    name: str
-    forms: dict[str, Form]
-    shared: dict[str, str]
-
-
-class Slot(NamedTuple):
-    """A place in a sentence that is more than plain text.
-
-    `role` and `form` say which word to show; a slot without a role shows `text`. A slot with a `kind` is annotated:
-    it points to what bears the label `target`.
-    """
-
-    role: str | None
-    form: str
-    text: str
-    kind: str | None
-    target: str
-
-    @property
-    def label(self) -> str:
-        """What others point to it by: a mention by its role, a pronoun or a verb by how it is written."""
-        if self.role is None:
-            return self.text
-        return self.form if self.kind else self.role
-
-
-class Sentence(NamedTuple):
-    """A pair of templates, each a sequence of plain strings and slots, and the roles that appear in them."""
-
-    english: tuple[str | Slot, ...]
-    korean: tuple[str | Slot, ...]
-    roles: tuple[str, ...]
-
-
-class Span(NamedTuple):
-    """An arrow between two words of a story, as character offsets into its sentences.
-
-    `kind` is "pronoun" (to its antecedent), "verb" (to its subject) or "modifier" (to its noun); `language` is
-    "english" or "korean"; `sentence` and `target_sentence` count from 0.
-    """
-
-    kind: str
-    language: str
-    sentence: int
-    start: int
-    end: int
-    target_sentence: int
-    target_start: int
-    target_end: int
-
-
-@dataclass(frozen=True)
-class Story:
-    """A story in both languages, sentence by sentence, and the natural logarithm of its probability."""
-
-    english: tuple[str, ...]
-    korean: tuple[str, ...]
-    log_prob: float
-    spans: tuple[Span, ...]
-
-    @property
-    def text(self) -> str:
-        """The document: each English line followed by its Korean line."""
-        return "\n".join(line for pair in zip(self.english, self.korean, strict=True) for line in pair)
-
-
-class Grammar:
-    """The words and beats of a corpus, read from two tables of the form of the TOML files beside this one.
-
-    Raises ValueError for braces that neither name a role nor point to one, and for a sentence whose two languages name
-    different roles.
-    """
-
-    def __init__(self, words: dict, plots: dict[str, str]):
-        self.roles = words.get("roles", {})
-        self.lists = {name: read_list(table) for name, table in words.items() if name != "roles"}
-        self.beats = {name: [self._alternative(text) for text in BAR.split(plot)] for name, plot in plots.items()}
-        self._pools: dict[str, tuple[Word, ...]] = {}
-
-    def derive(self, draw: Draw, beat: str = "story") -> tuple[list[Sentence], dict[str, Word]]:
-        """Draws a story: its sentences, and the word that plays each role."""
-        sentences: list[Sentence] = []
-        cast: dict[str, Word] = {}
-        agenda = [beat]
-        while agenda:
-            item = agenda.pop()
-            if isinstance(item, str):
-                agenda.extend(reversed(draw.pick(self.beats[item])))
-                continue
-            for role in item.roles:
-                if role not in cast:
-                    cast[role] = draw.pick(self.candidates(role, cast))
-            sentences.append(item)
-        return sentences, cast
-
-    def candidates(self, role: str, cast: dict[str, Word]) -> list[Word]:
-        """The words that may play a role beside those already cast."""
-        source = self.roles.get(role, role)
-        if "." in source:
-            other, key = source.split(".")
-            source = cast[other].shared[key]
-        if source not in self._pools:
-            self._pools[source] = tuple(word for name in source.split() for word in self.lists[name])
-        taken = {word.name for word in cast.values()}
-        return [word for word in self._pools[source] if word.name not in taken]
-
-    def _alternative(self, text: str) -> tuple[str | Sentence, ...]:
-        """Reads one alternative of a beat: "@name" calls another beat, other lines come in pairs."""
-        items: list[str | Sentence] = []
-        lines = iter(text.strip().splitlines())
-        for line in lines:
-            items.append(line[1:] if line.startswith("@") else self._sentence(line, next(lines, "")))
-        return tuple(items)
-
-    def _sentence(self, english: str, korean: str) -> Sentence:
-        templates = self._template(english, "en"), self._template(korean, "ko")
-        slots = [[part for part in template if isinstance(part, Slot)] for template in templates]
-        roles, korean_roles = [dict.fromkeys(slot.role for slot in part if slot.role) for part in slots]
-        if roles.keys() != korean_roles.keys():
-            raise ValueError(f"the two languages name different roles: {english!r} and {korean!r}")
-        return Sentence(*templates, tuple(roles))
-
-    def _template(self, line: str, language: str) -> tuple[str | Slot, ...]:
-        parts: list[str | Slot] = re.split(r"\{(.*?)\}", line)
-        parts[1::2] = [self._slot(code, language) for code in parts[1::2]]
-        return tuple(part for part in parts if part)
-
-    def _slot(self, code: str, language: str) -> Slot:
-        body, _, target = code.partition(">")
-        name, _, form = body.partition(":")
-        if name in self.roles or name in self.lists:
-            kind = FORM_KINDS.get(form, "modifier" if target else None)
-            return Slot(name, form or language, "", kind, target or name)
-        if not target or form:
-            raise ValueError(f"{{{code}}} names no role, and does not point to one")
-        return Slot(None, "", name, "pronoun" if name in PRONOUNS else "verb", target)
-
-
-def read_list(table: dict) -> list[Word]:
-    """Reads a word list: its columns, the computed forms (article and particles), and what its words share."""
-    shared = {key: value for key, value in table.items() if key not in ("forms", "words")}
-    columns = table.get("forms", "en, ko").split(", ")
-    words = []
-    for entry in table["words"]:
-        row = dict(zip(columns, entry.split(", "), strict=True))
-        forms = {key: Form(text, 0, len(text)) for key, text in (row | shared).items()}
-        article = "an " if row["en"][0] in "aeiou" else "a "
-        forms["a"] = Form(article + row["en"], len(article), len(article + row["en"]))
-        for kind in PARTICLES:
-            forms[kind] = Form(row["ko"] + particle(row["ko"], kind), 0, len(row["ko"]))
-        words.append(Word(row["en"], forms, shared))
-    return words
-
-
-def render(template: Sequence[str | Slot], cast: dict[str, Word]) -> str:
-    """The text of a sentence, its first letter a capital."""
-    text = "".join([p if isinstance(p, str) else p.text or cast[p.role].forms[p.form].text for p in template])
-    return text[0].upper() + text[1:]
-
-
-def annotate(templates: Sequence[Sequence[str | Slot]], cast: dict[str, Word], language: str) -> list[Span]:
-    """The spans of a story in one language."""
-    places: dict[str, list[tuple[int, int, int]]] = {}  # label: where it stands, in reading order
-    arrows: list[tuple[Slot, tuple[int, int, int]]] = []
-    for number, template in enumerate(templates):
-        offset = 0
-        for part in template:
-            if isinstance(part, str):
-                offset += len(part)
-                continue
-            form = cast[part.role].forms[part.form] if part.role else Form(part.text, 0, len(part.text))
-            place = (number, offset + form.start, offset + form.end)
-            places.setdefault(part.label, []).append(place)
-            if part.kind:
-                arrows.append((part, place))
-            offset += len(form.text)
-    return [Span(slot.kind, language, *place, *find_target(slot, place, places[slot.target])) for slot, place in arrows]
-
-
-def find_target(slot: Slot, place: tuple[int, int, int], targets: list[tuple[int, int, int]]) -> tuple[int, int, int]:
-    """Which mention a word points to: a modifier to the next one, a verb or pronoun to the last one before it.
-
-    A verb before its subject, as in a question, points to the next one in its sentence.
-    """
-    before = [target for target in targets if target < place]
-    after = [target for target in targets if target > place and target[0] == place[0]]
-    if slot.kind == "verb":
-        before = [target for target in before if target[0] == place[0]]
-    return after[0] if slot.kind == "modifier" or not before else before[-1]
+SEED = 0  # of the text that models are trained on
 
 
 @cache
@@ -278,38 +34,190 @@ def grammar() -> Grammar:
 
 def story(rng: random.Random) -> Story:
     """Draws one story."""
-    draw = Draw(rng)
-    sentences, cast = grammar().derive(draw)
-    english, korean = [s.english for s in sentences], [s.korean for s in sentences]
-    return Story(
-        english=tuple(render(template, cast) for template in english),
-        korean=tuple(render(template, cast) for template in korean),
-        log_prob=draw.log_prob,
-        spans=(*annotate(english, cast, "english"), *annotate(korean, cast, "korean")),
-    )
+    return grammar().derive(Draw(rng))
 
 
-def documents(seed: int, n_bytes: int) -> Iterator[str]:
-    """Story texts, as many as it takes to reach `n_bytes` of UTF-8; the same for a seed on every machine."""
+def draws(seed: int, val_fraction: float) -> Iterator[tuple[str, Story]]:
+    """Stories without end, each with its split; the same for a seed on every machine.
+
+    One in 1 / val_fraction goes to "val", the others to "train"; "held_out" gets at most as many as "val", with
+    combinations of words that neither of the two has.
+    """
     rng = random.Random(seed)
-    while n_bytes > 0:
-        # The text alone, without annotations, which take as long again.
-        sentences, cast = grammar().derive(Draw(rng))
-        text = "\n".join(render(template, cast) for s in sentences for template in (s.english, s.korean))
-        n_bytes -= len(text.encode())
-        yield text
+    n_drawn = n_val = n_held_out = 0
+    while True:
+        tale = story(rng)
+        if not tale.held_out:
+            n_drawn += 1
+            validates = n_drawn > 1 and (n_drawn - 2) * val_fraction >= n_val  # the second, so that there is one
+            n_val += validates
+            yield "val" if validates else "train", tale
+        elif n_held_out < n_val:
+            n_held_out += 1
+            yield "held_out", tale
+
+
+def floor(split: str, tale: Story) -> tuple[float, float, float]:
+    """What a story of a split costs in nats: its English, its Korean, and both for someone who knows the split's rule.
+
+    The first two, of all stories together, are the entropy that no model can beat on new draws.
+    """
+    share = grammar().held_out_share if split == "held_out" else 1 - grammar().held_out_share
+    english, korean = grammar().nats(tale)
+    return english, korean, english + korean + math.log(share)
+
+
+# ---------------------------------------------------------------- judging stories, whoever wrote them
+
+
+def check(texts: Sequence[str], training: Collection[str]) -> dict[str, tuple[int, int]]:
+    """What is right in some stories: how many, and of how many.
+
+    A sentence is valid if it comes from a template of its language, and a translation right if the same words give both
+    lines. A pronoun is resolved if its sentence and the translation agree with what follows from them. A particle is
+    judged wherever it stands after a noun of the grammar. `training` holds the stories that the writer has read.
+    """
+    judged: dict[str, list[bool]] = {name: [] for name in ("valid sentences", "right translations", "valid stories")}
+    judged |= {"right coreference": [], "right particles": []}
+    for text in texts:
+        lines = text.split("\n")
+        pairs = list(zip_longest(lines[::2], lines[1::2], fillvalue=""))
+        judged["valid stories"].append(is_story(lines))
+        for number, (english, korean) in enumerate(pairs):
+            meanings = list(read_line(english, "english"))
+            judged["valid sentences"] += [bool(meanings), any(read_line(korean, "korean"))]
+            translations = [render(sentence.korean, cast) for sentence, cast in meanings]
+            judged["right translations"].append(korean in translations)
+            if has_pronoun(english):
+                judged["right coreference"].append(is_resolved(pairs[number:]))
+            judged["right particles"] += judge_particles(korean)
+    counts = {name: (sum(values), len(values)) for name, values in judged.items()}
+    counts["distinct stories"] = len(set(texts)), len(texts)
+    counts["copied from the training text"] = sum(text in training for text in texts), len(texts)
+    return counts
+
+
+def is_story(lines: Sequence[str]) -> bool:
+    """Whether the grammar can tell exactly this story."""
+    readings = grammar().derivations(lines[::2])
+    korean = [[render(sentence.korean, reading.cast) for sentence in reading.sentences] for reading in readings]
+    return list(lines[1::2]) in korean
+
+
+@cache
+def sentences() -> dict[Sentence, Sentence | None]:
+    """Every sentence of the grammar, and the one that always follows it, if one does."""
+    alternatives = [items for beat in grammar().beats.values() for items in beat]
+    pairs = [(one, two) for items in alternatives for one, two in zip_longest(items, items[1:])]
+    return {one: two if isinstance(two, Sentence) else None for one, two in pairs if isinstance(one, Sentence)}
+
+
+def read_line(line: str, language: str) -> Iterator[tuple[Sentence, dict[str, Word]]]:
+    """Every sentence that can read like this, with the words in it."""
+    for sentence in sentences():
+        for cast in grammar().match(getattr(sentence, language), line, {}):
+            yield sentence, cast
+
+
+def pronouns(item: Sentence | str) -> list[Slot]:
+    """The pronouns of a sentence that stand for a word of the story."""
+    parts = item.english if isinstance(item, Sentence) else ()
+    return [part for part in parts if isinstance(part, Slot) and part.kind == "pronoun"]
+
+
+def has_pronoun(line: str) -> bool:
+    """Whether a line looks like a sentence of the grammar in which a pronoun stands for a word, right or wrong."""
+    return any(skeleton(sentence.english).fullmatch(line) for sentence in sentences() if pronouns(sentence))
+
+
+def is_resolved(pairs: Sequence[tuple[str, str]]) -> bool:
+    """Whether the first pair of lines is a sentence and its translation, and the next line follows from it."""
+    (english, korean), *rest = pairs
+    for sentence, cast in read_line(english, "english"):
+        following = sentences()[sentence]
+        follows = following is None or (rest and any(grammar().match(following.english, rest[0][0], cast)))
+        if follows and render(sentence.korean, cast) == korean:
+            return True
+    return False
+
+
+@cache
+def nouns() -> set[str]:
+    """The last words of all Korean forms that a particle can follow."""
+    return {word.forms["ko"].text.split()[-1] for words in grammar().lists.values() for word in words}
+
+
+def judge_particles(line: str) -> Iterator[bool]:
+    """For each particle after a noun of the grammar: whether it has the form that the noun asks for."""
+    kinds = {form: kind for kind, forms in PARTICLES.items() for form in forms}
+    for word in re.findall("[가-힣]+", line):
+        for form in kinds.keys() & {word[cut:] for cut in range(1, len(word))}:
+            noun = word.removesuffix(form)
+            if noun in nouns() and word not in nouns():
+                yield particle(noun, kinds[form]) == form
+
+
+def minimal_pairs(rng: random.Random) -> Iterator[tuple[str, str, str]]:
+    """Held-out stories, up to a pronoun that one adjective explains ("because it was too tired" or "too wide"): the
+    story so far, the line that follows from it, and the one that would follow from the other reading."""
+    twins = {}  # the first two sentences of an alternative: those of the alternatives beside it
+    for beat in grammar().beats.values():
+        starts = [items[:2] for items in beat if items and pronouns(items[0]) and sentences()[items[0]]]
+        twins |= {one: two for one in starts for two in starts if one != two}
+    while True:
+        tale = story(rng)
+        places = range(len(tale.sentences) - 1)
+        place = next((place for place in places if tale.sentences[place : place + 2] in twins), None)
+        if tale.held_out and place is not None:
+            other, cast = twins[tale.sentences[place : place + 2]][1], dict(tale.cast)
+            for role in other.roles:
+                cast[role] = cast.get(role) or Draw(rng).pick(grammar().candidates(role, cast))
+            lines = tale.text.split("\n")[: 2 * place + 2]
+            yield "".join(f"{line}\n" for line in lines), tale.english[place + 1], render(other.english, cast)
 
 
 @command
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.stories", description="Prints built-in stories.")
-    parser.add_argument("--sample", type=int, required=True, metavar="N", help="how many stories to print")
-    parser.add_argument("--seed", type=int, default=0, help="which stories (default: %(default)s)")
-    options = parser.parse_args()
-    if options.sample < 1:
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data.stories", description="Prints or judges built-in stories.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--sample", type=int, metavar="N", help="print N stories")
+    what.add_argument("--check", metavar="FILE", help="judge the stories in a file, blank lines between them")
+    parser.add_argument("--seed", type=int, default=SEED, help="which stories to print (default: %(default)s)")
+    parser.add_argument("--training", type=int, default=20_000, metavar="N", help="how many stories of the training "
+                        "text to look for copies in; the default text has 14,000 (default: %(default)s)")  # fmt: skip
+    options = parser.parse_args(argv)
+    if options.check is not None:
+        stories = split_stories(Path(options.check))
+        tell(check(stories, set(training_texts(options.training))))
+    elif options.sample < 1:
         parser.error(f"--sample must be at least 1, not {options.sample}")
-    rng = random.Random(options.seed)
-    print("\n\n".join(story(rng).text for _ in range(options.sample)))
+    else:
+        rng = random.Random(options.seed)
+        print("\n\n".join(story(rng).text for _ in range(options.sample)))
+
+
+def training_texts(n: int) -> Iterator[str]:
+    """The first n stories of the training text."""
+    return islice((tale.text for split, tale in draws(SEED, 0.1) if split == "train"), n)
+
+
+def split_stories(path: Path) -> list[str]:
+    """The stories in a file. Raises `UserError` if it cannot be read or holds none."""
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"--check {path} is not UTF-8") from None
+    stories = [story.strip("\n") for story in re.split(r"\n\s*\n", text) if story.strip()]
+    if not stories:
+        raise UserError(f"--check {path} holds no stories")
+    return stories
+
+
+def tell(counts: dict[str, tuple[int, int]]) -> None:
+    """Prints what `check` found as a table."""
+    for name, (right, total) in counts.items():
+        share = f"{right / total:7.1%}" if total else "      –"
+        print(f"{name:<30}{share}   {right:,} of {total:,}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from config.errors import UserError
+from data import loader
 from data.loader import IGNORE, Batches, check_ids, check_length, validation_windows
 
 
@@ -46,7 +47,7 @@ def test_batches_are_cut_from_one_sequence_of_epochs():
     one, five = Batches(tokens, 8, 1, seed=0), Batches(tokens, 8, 5, seed=0)
     assert one.n_windows == 13  # so that batches of five reach into the next epoch
     assert [rows(one, i)[0] for i in range(50)] == [row for i in range(10) for row in rows(five, i)]
-    assert five.passes(13) == 5
+    assert five.passes(13) == pytest.approx(5 * 13 * 8 / 107)
 
 
 @pytest.mark.parametrize("n_tokens", [17, 18, 24, 25, 100, 107])
@@ -79,8 +80,7 @@ def test_f29_a_split_shorter_than_the_context_is_refused_at_once(n_tokens):
     tokens = np.arange(n_tokens)
     for split, call in {
         "train": lambda: Batches(tokens, 16, 2, 0),
-        "val": lambda: validation_windows(tokens, 16, 2),
-        "test": lambda: check_length(tokens, 16, "test"),
+        "val": lambda: check_length(tokens, 16, "val"),
     }.items():
         with pytest.raises(UserError) as caught:
             call()
@@ -91,10 +91,9 @@ def test_f29_a_split_shorter_than_the_context_is_refused_at_once(n_tokens):
 def test_f29_one_window_is_enough():
     tokens = np.arange(17)
     assert rows(Batches(tokens, 16, 2, 0), 5) == [tokens.tolist()] * 2
-    [(inputs, targets, lengths)] = validation_windows(tokens, 16, 2)
+    [(inputs, targets, places)] = validation_windows(tokens, 16, 2)
     assert inputs.tolist() == [list(range(16))]
-    assert targets.tolist() == [list(range(1, 17))]
-    assert lengths.tolist() == [16]
+    assert targets.tolist() == places.tolist() == [list(range(1, 17))]
 
 
 @pytest.mark.parametrize("n_tokens", [17, 18, 32, 33, 34, 100])
@@ -102,19 +101,79 @@ def test_f29_one_window_is_enough():
 def test_f42_validation_grades_every_target_once(n_tokens, batch_size):
     tokens = np.random.default_rng(0).integers(1, 500, n_tokens).astype(np.uint16)
     inputs_seen, targets_seen, row_count = [], [], 0
-    for inputs, targets, lengths in validation_windows(tokens, 16, batch_size):
-        assert inputs.shape == targets.shape == (len(lengths), 16)
-        assert len(lengths) <= batch_size
-        assert inputs.dtype == targets.dtype == lengths.dtype == torch.int64
-        row_count += len(lengths)
-        for row, length in enumerate(lengths.tolist()):
-            inputs_seen += inputs[row, :length].tolist()
-            targets_seen += targets[row, :length].tolist()
-            assert set(targets[row, length:].tolist()) <= {IGNORE}
-            assert set(inputs[row, length:].tolist()) <= {0}
+    for inputs, targets, places in validation_windows(tokens, 16, batch_size):
+        assert inputs.shape == targets.shape == places.shape
+        assert len(places) <= batch_size
+        assert inputs.dtype == targets.dtype == places.dtype == torch.int64
+        row_count += len(places)
+        real = places >= 0
+        inputs_seen += inputs[real].tolist()
+        targets_seen += targets[real].tolist()
+        assert targets[real].tolist() == tokens[places[real].numpy()].tolist()
+        assert set(targets[~real].tolist()) <= {IGNORE}
+        assert set(inputs[~real].tolist()) <= {0}
+        assert (real[:, :-1] | ~real[:, 1:]).all()  # padded at the right
     assert inputs_seen == tokens[:-1].tolist()
     assert targets_seen == tokens[1:].tolist()
     assert row_count == -(-(n_tokens - 1) // 16)
+
+
+END = 99
+
+
+def documents(*lengths: int) -> np.ndarray:
+    """Documents of so many tokens, each followed by the end; all other tokens are different."""
+    tokens, start = [], 100
+    for length in lengths:
+        tokens += [*range(start, start + length), END]
+        start += length
+    return np.array(tokens, np.uint16)
+
+
+@pytest.mark.parametrize("lengths", [(3, 1, 9), (0, 4, 0), (8,), (7, 8, 9, 16, 17, 0, 1, 30)])
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+def test_f42_validation_by_document_grades_every_token_once_and_crosses_no_end(lengths, batch_size):
+    tokens = documents(*lengths)
+    seen = []
+    for inputs, targets, places in validation_windows(tokens, 8, batch_size, END):
+        assert inputs.shape == targets.shape == places.shape
+        assert inputs.shape[1] <= 8
+        real = places >= 0
+        assert (real.sum(1) > 0).all()
+        assert (real[:, :-1] | ~real[:, 1:]).all()
+        assert set(targets[~real].tolist()) <= {IGNORE}
+        seen += places[real].tolist()
+        assert targets[real].tolist() == tokens[places[real].numpy()].tolist()
+        assert inputs[real].tolist() == [int(tokens[place - 1]) for place in places[real].tolist()]
+        assert END not in inputs[:, 1:]  # but as the start
+    assert sorted(seen) == list(range(len(tokens)))
+
+
+def test_windows_begin_with_documents():
+    tokens = documents(3, 20, 0, 11, 2, 40)
+    batches = Batches(tokens, 8, 4, seed=1, end_id=END)
+    text = [END, *tokens.tolist(), *tokens.tolist()]  # around the end and back to the start
+    begins = [place for place in range(len(tokens)) if text[place] == END]
+    expected = {(text[place : place + 9][0], *text[place + 1 : place + 9]) for place in begins}
+    for begin, end in zip(begins, [*begins[1:], len(tokens)], strict=True):
+        expected |= {tuple(text[place : place + 9]) for place in range(begin, end, 8)}
+    per_epoch = batches.n_windows
+    assert per_epoch == sum(-(-(length + 1) // 8) for length in (3, 20, 0, 11, 2, 40))
+    seen = [tuple(row) for step in range(per_epoch) for row in rows(batches, step)]  # four epochs
+    assert set(seen) == expected
+    assert all(seen.count(row) == 4 for row in expected)
+    assert seen[:per_epoch] != seen[per_epoch : 2 * per_epoch]
+    targets = {token for row in seen for token in row[1:]}
+    assert targets == set(tokens.tolist())
+    assert batches.passes(per_epoch) == pytest.approx(4 * 8 * per_epoch / len(tokens))
+
+
+def test_document_windows_do_not_depend_on_the_block(monkeypatch):
+    tokens = documents(*np.random.default_rng(0).integers(0, 30, 200))
+    whole = loader.document_windows(tokens, 8, END).tolist()
+    for block in (1, 7, 64):
+        monkeypatch.setattr(loader, "BLOCK", block)
+        assert loader.document_windows(tokens, 8, END).tolist() == whole
 
 
 def test_f27_ids_beyond_the_vocabulary_are_refused():

@@ -7,11 +7,13 @@ import unicodedata
 import zlib
 from collections import Counter
 from hashlib import sha256
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import pytest
 
-from data.stories import Draw, Grammar, Slot, documents, grammar, particle, story
+from config.errors import UserError
+from data.grammar import Draw, Grammar, Slot, particle
+from data.stories import check, draws, floor, grammar, is_story, main, minimal_pairs, story, training_texts
 
 PINNED = "685a30bd3c0df59b00d25d996be1c806eff3a4d96b89120f03766e54cf761897"
 # Lists whose words are not nouns.
@@ -40,6 +42,15 @@ def names(*lists):
     return "(" + "|".join(re.escape(word.name) for name in lists for word in grammar().lists[name]) + ")"
 
 
+def texts(seed, n_bytes):
+    """Story texts, as many as it takes to reach n_bytes."""
+    rng = random.Random(seed)
+    while n_bytes > 0:
+        text = story(rng).text
+        n_bytes -= len(text.encode())
+        yield text
+
+
 @pytest.fixture(scope="module")
 def stories():
     rng = random.Random(11)
@@ -49,7 +60,7 @@ def stories():
 @pytest.fixture(scope="module")
 def corpus():
     """Twenty thousand stories as lists of (English, Korean) lines."""
-    lines = [text.split("\n") for text in documents(12, 12_500_000)]
+    lines = [text.split("\n") for text in texts(12, 12_500_000)]
     assert len(lines) > 20_000
     return [list(zip(story[::2], story[1::2], strict=True)) for story in lines]
 
@@ -57,10 +68,19 @@ def corpus():
 # ---------------------------------------------------------------- the same everywhere
 
 
+def first(n, seed=0, val_fraction=0.1):
+    """The first n stories of the corpus by split."""
+    found = {"train": [], "val": [], "held_out": []}
+    for split, tale in islice(draws(seed, val_fraction), n):
+        found[split].append(tale)
+    return found
+
+
 def test_same_text_in_every_process():
     code = (
-        "from hashlib import sha256; from data.stories import documents; "
-        "print(sha256(chr(0).join(documents(7, 200_000)).encode()).hexdigest())"
+        "from hashlib import sha256; from itertools import islice; from data.stories import draws; "
+        "text = chr(0).join(tale.text for _, tale in islice(draws(7, 0.1), 300)); "
+        "print(sha256(text.encode()).hexdigest())"
     )
     digests = [
         subprocess.run(
@@ -72,21 +92,65 @@ def test_same_text_in_every_process():
         ).stdout.strip()
         for seed in ("0", "1")
     ]
-    assert digests == [sha256("\0".join(documents(7, 200_000)).encode()).hexdigest()] * 2
-    assert next(documents(7, 1)) != next(documents(8, 1))
+    here = sha256("\0".join(tale.text for _, tale in islice(draws(7, 0.1), 300)).encode()).hexdigest()
+    assert digests == [here] * 2
+    assert next(draws(7, 0.1))[1].text != next(draws(8, 0.1))[1].text
 
 
 def test_text_is_pinned():
     """Changes with any change to the words or plots: then look at samples and pin the new text."""
-    assert sha256("\0".join(documents(0, 50_000)).encode()).hexdigest() == PINNED
+    assert sha256("\0".join(texts(0, 50_000)).encode()).hexdigest() == PINNED
 
 
-def test_documents_stop_at_the_first_story_past_the_limit():
-    texts = list(documents(3, 10_000))
-    sizes = [len(text.encode()) for text in texts]
-    assert sum(sizes[:-1]) < 10_000 <= sum(sizes)
-    rng = random.Random(3)
-    assert texts == [story(rng).text for _ in texts]
+# ---------------------------------------------------------------- training, validation, held-out combinations
+
+
+@pytest.mark.parametrize("val_fraction", [0.5, 0.1, 0.02, 0.0001])
+def test_the_splits_have_their_shares(val_fraction):
+    found = first(1000, val_fraction=val_fraction)
+    assert len(found["val"]) == pytest.approx(val_fraction * len(found["train"] + found["val"]), abs=1)
+    assert 1 <= len(found["held_out"]) <= len(found["val"])
+    if val_fraction < 0.1:
+        assert len(found["held_out"]) >= len(found["val"]) - 1
+
+
+def test_training_never_sees_a_held_out_combination():
+    found = first(20_000)
+    assert all(tale.held_out for tale in found["held_out"])
+    assert not any(tale.held_out for tale in found["train"] + found["val"])
+    seen = {"train": set(), "held_out": set()}
+    for split in seen:
+        for tale in found[split]:
+            match = re.match(r".*? \w+ ([\w ]+) came to an? ([\w ]+)\.", tale.english[0])
+            other = re.search(r"friend, the ([\w ]+), was|visit the ([\w ]+) on the other", tale.text)
+            if match and other:
+                seen[split].add((*match.groups(), other[1] or other[2]))
+    assert len(seen["held_out"]) > 50
+    assert not seen["train"] & seen["held_out"]
+
+
+def test_any_two_words_of_a_held_out_combination_are_trained_on_together():
+    rng = random.Random(5)
+    for roles in grammar().held_out.values():
+        pools = {role: grammar().candidates(role, {}) for role in roles}
+        for _ in range(100):
+            cast = {role: rng.choice(pool) for role, pool in pools.items()}
+            third = rng.choice(roles)
+            casts = [cast | {third: word} for word in pools[third]]
+            assert not all(grammar().is_held_out(roles, cast) for cast in casts), roles
+
+
+def test_the_share_that_is_held_out(stories):
+    share = grammar().held_out_share
+    rng = random.Random(21)
+    n = 40_000
+    held_out = sum(story(rng).held_out for _ in range(n))
+    assert held_out / n == pytest.approx(share, abs=3 * math.sqrt(share * (1 - share) / n))
+    for split in ("val", "held_out"):
+        part = share if split == "held_out" else 1 - share
+        english, korean, knowing = floor(split, stories[0])
+        assert english + korean == pytest.approx(-stories[0].log_prob, abs=1e-9)
+        assert knowing == pytest.approx(english + korean + math.log(part), abs=1e-9)
 
 
 # ---------------------------------------------------------------- Korean
@@ -162,49 +226,13 @@ def test_word_lists_are_one_to_one():
             assert len({tuple(word.forms[key].text for key in language) for word in words}) == len(words), union
 
 
-def derivations(lines, agenda=("story",), cast=None):
-    """Every way to derive the English lines, as the number of options of each choice."""
-    cast = cast or {}
-    if not agenda:
-        yield from [()] * (not lines)
-        return
-    item, rest = agenda[0], agenda[1:]
-    if isinstance(item, str):
-        for alternative in grammar().beats[item]:
-            for choices in derivations(lines, (*alternative, *rest), cast):
-                yield (len(grammar().beats[item]), *choices)
-    elif lines:
-        for line in {lines[0], lines[0][0].lower() + lines[0][1:]}:
-            for extended, first in readings(item.english, line, cast):
-                for choices in derivations(lines[1:], rest, extended):
-                    yield (*first, *choices)
-
-
-def readings(parts, text, cast):
-    """Every way to read a line as a template: the cast, and the number of candidates for each new role."""
-    if not parts:
-        yield from [(cast, ())] * (not text)
-        return
-    part = parts[0]
-    if isinstance(part, str) or part.role is None:
-        literal = part if isinstance(part, str) else part.text
-        if text.startswith(literal):
-            yield from readings(parts[1:], text[len(literal) :], cast)
-        return
-    candidates = [cast[part.role]] if part.role in cast else grammar().candidates(part.role, cast)
-    for word in candidates:
-        form = word.forms[part.form].text
-        if text.startswith(form):
-            new = () if part.role in cast else (len(candidates),)
-            for extended, choices in readings(parts[1:], text[len(form) :], cast | {part.role: word}):
-                yield extended, (*new, *choices)
-
-
-def test_one_derivation_with_the_same_log_probability(stories):
-    for tale in stories[:400]:
-        found = list(derivations(tale.english))
-        assert len(found) == 1, tale.text
-        assert tale.log_prob == pytest.approx(-sum(math.log(n) for n in found[0]), abs=1e-9)
+def test_one_derivation_with_the_same_log_probability():
+    rng = random.Random(13)
+    for _ in range(10_000):
+        tale = story(rng)
+        (reading,) = grammar().derivations(tale.english)
+        assert reading.log_prob == pytest.approx(tale.log_prob, abs=1e-9)
+        assert (reading.sentences, reading.cast) == (tale.sentences, tale.cast)
 
 
 # ---------------------------------------------------------------- log-probabilities
@@ -230,8 +258,7 @@ def outcomes(tiny):
     tape = []
     while True:
         draw = Enumerator(tape)
-        sentences, cast = tiny.derive(draw)
-        yield sentences, cast, draw.log_prob
+        yield tiny.derive(draw)
         tape = [*tape, *[0] * (len(draw.widths) - len(tape))]
         while tape and tape[-1] == draw.widths[len(tape) - 1] - 1:
             tape.pop()
@@ -240,20 +267,71 @@ def outcomes(tiny):
         tape[-1] += 1
 
 
-def test_probabilities_of_a_whole_grammar_sum_to_one():
+@pytest.fixture(scope="module")
+def tiny():
     words = {
         "roles": {"friend": "pet", "mood": "pet.mood"},
         "pet": {"words": ["cat, 고양이", "dog, 개", "ox, 소"], "mood": "quiet"},
         "quiet": {"words": ["calm, 차분했", "still, 조용했"]},
     }
     plots = {
-        "story": "@meet\n|\nThe {pet} was {mood}.\n{pet:은} {mood}다.\n@meet\n|\n",
+        "story": "@mood\n@meet\n|\n@meet\n@rest\n|\nThe {pet} was {mood}.\n{pet:은} {mood}다.",
+        "mood": "The {pet} was {mood}.\n{pet:은} {mood}다.\n|\n",
         "meet": "{pet:a} saw {friend:a}.\n{pet:이} {friend:을} 보았다.",
+        "rest": "|\n@mood",
+        "held_out": {"meet": "pet, friend"},
     }
-    found = list(outcomes(Grammar(words, plots)))
-    assert len(found) == 3 * 2 + 3 * 2 * 2 + 1
-    assert sum(math.exp(log_prob) for *_, log_prob in found) == pytest.approx(1, abs=1e-12)
-    assert {round(math.exp(-log_prob)) for *_, log_prob in found} == {3, 18, 36}
+    return Grammar(words, plots)
+
+
+def test_probabilities_of_a_whole_grammar_sum_to_one(tiny):
+    found = list(outcomes(tiny))
+    assert len(found) == 3 * 2 * 2 + 3 * 2 + 3 * 2 * (1 + 1 + 2) + 3 * 2
+    assert sum(math.exp(tale.log_prob) for tale in found) == pytest.approx(1, abs=1e-12)
+
+
+def test_derivations_are_found_by_brute_force(tiny):
+    by_lines = {}
+    for tale in outcomes(tiny):
+        by_lines.setdefault(tale.english, []).append(tale.log_prob)
+    for lines, log_probs in by_lines.items():
+        found = [math.exp(reading.log_prob) for reading in tiny.derivations(lines)]
+        assert sum(found) == pytest.approx(sum(map(math.exp, log_probs)), abs=1e-12)
+    assert max(map(len, by_lines.values())) > 1  # "nothing more" can be said in several ways
+    for lines in (["The cat was calm.", "The cat was calm."], ["A cat saw a cat."], ["The cat was"], ["A pet."], []):
+        assert tiny.derivations(lines) == []
+
+
+def test_the_nats_of_each_language_are_those_of_conditional_probabilities(tiny):
+    """Against sums over all stories: P(line | lines before) and P(end or not | lines before)."""
+    tales = list(outcomes(tiny))
+
+    def probability(lines, whole=False):
+        cut = None if whole else len(lines)
+        return sum(math.exp(tale.log_prob) for tale in tales if tale.english[:cut] == lines)
+
+    for tale in tales:
+        english = korean = 0.0
+        for n in range(len(tale.english)):
+            before, now = tale.english[:n], tale.english[: n + 1]
+            started = probability(before) - probability(before, whole=True)
+            english -= math.log(probability(now) / started)
+            ends = probability(now, whole=True) / probability(now)
+            korean -= math.log(ends if n + 1 == len(tale.english) else 1 - ends)
+        assert tiny.nats(tale) == pytest.approx((english, korean), abs=1e-9)
+
+
+def test_the_share_of_a_tiny_grammar(tiny):
+    share = sum(math.exp(tale.log_prob) for tale in outcomes(tiny) if tale.held_out)
+    assert tiny.held_out_share == pytest.approx(share, abs=1e-12)
+
+
+def test_nats_sum_to_the_log_probability(stories):
+    for tale in stories[:1000]:
+        english, korean = grammar().nats(tale)
+        assert english + korean == pytest.approx(-tale.log_prob, abs=1e-9)
+        assert english > 10
+        assert 0 <= korean < 5
 
 
 def test_log_prob_is_the_frequency_of_a_choice(corpus):
@@ -407,9 +485,9 @@ def test_articles_are_right(corpus):
 def test_every_word_and_pattern_is_reached():
     rng, words, patterns = random.Random(4), set(), set()
     for _ in range(12_000):
-        sentences, cast = grammar().derive(Draw(rng))
-        patterns.update(sentences)
-        words.update(id(word) for word in cast.values())
+        tale = story(rng)
+        patterns.update(tale.sentences)
+        words.update(id(word) for word in tale.cast.values())
     missing = [word.name for listed in grammar().lists.values() for word in listed if id(word) not in words]
     assert not missing
     items = [item for beat in grammar().beats.values() for alternative in beat for item in alternative]
@@ -423,9 +501,9 @@ def test_rich(stories):
         assert len({word.forms[language].text for words in lists.values() for word in words}) >= 400
     uses, rng = Counter(), random.Random(6)
     for _ in range(4000):
-        sentences, cast = grammar().derive(Draw(rng))
-        slots = [part for item in sentences for part in item.english if isinstance(part, Slot) and part.role]
-        uses.update(cast[slot.role].name for slot in slots)
+        tale = story(rng)
+        slots = [part for item in tale.sentences for part in item.english if isinstance(part, Slot) and part.role]
+        uses.update(tale.cast[slot.role].name for slot in slots)
     total = sum(uses.values())
     assert math.exp(-sum(n / total * math.log(n / total) for n in uses.values())) >= 200
     assert 5 <= sum(len(tale.english) for tale in stories) / len(stories) <= 7
@@ -433,7 +511,7 @@ def test_rich(stories):
 
 
 def test_compresses_at_most_six_to_one():
-    raw = "\n\n".join(documents(0, 2_000_000)).encode()
+    raw = "\n\n".join(texts(0, 2_000_000)).encode()
     assert len(raw) / len(zlib.compress(raw, 9)) < 6
 
 
@@ -446,6 +524,111 @@ def test_sentences_are_aligned_and_clean(stories):
             assert re.fullmatch(r"[가-힣 ,.?\"]+[.\"]", korean), korean
             assert "  " not in english + korean
         assert all(one != two for one, two in pairwise(tale.english))
+
+
+# ---------------------------------------------------------------- judging
+
+
+def shares(texts, training=()):
+    return {name: right / total for name, (right, total) in check(texts, training).items() if total}
+
+
+PERFECT = {
+    "valid sentences": 1,
+    "right translations": 1,
+    "valid stories": 1,
+    "right coreference": 1,
+    "right particles": 1,
+    "distinct stories": 1,
+    "copied from the training text": 0,
+}
+
+
+def test_the_grammar_s_own_stories_are_right(stories):
+    texts = list(dict.fromkeys(tale.text for tale in stories[:1000]))
+    assert shares(texts) == PERFECT
+    counts = check(texts, ())
+    assert counts["valid sentences"][1] == sum(text.count("\n") + 1 for text in texts)
+    assert counts["right particles"][1] > 5000
+    assert counts["right coreference"][1] == sum(
+        any(isinstance(part, Slot) and part.kind == "pronoun" for part in sentence.english)
+        for tale in stories[:1000]
+        for sentence in tale.sentences
+    )
+
+
+CROSSING = """\
+At noon, a clever fox came to a road.
+한낮에 영리한 여우가 길에 이르렀다.
+A friend, the bear, was waiting on the other side.
+친구인 곰이 건너편에서 기다리고 있었다.
+The fox did not cross the road because it was too tired.
+여우는 길을 건너지 않았다. 그것은 너무 피곤했기 때문이다.
+So the fox rested first.
+그래서 여우는 먼저 쉬었다.
+At last, the fox crossed the road and met the bear.
+마침내 여우는 길을 건너 곰을 만났다.
+The bear was happy to see the fox.
+곰은 여우를 보고 행복했다."""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wrong"),
+    [
+        ("", "", set()),
+        ("곰은 여우를", "곰는 여우를", {"valid sentences", "right translations", "valid stories", "right particles"}),
+        # the other reading: valid sentences, wrong story
+        (
+            "So the fox rested first.\n그래서 여우는 먼저 쉬었다.",
+            "So the fox looked for a safe spot.\n그래서 여우는 안전한 곳을 찾아다녔다.",
+            {"valid stories", "right coreference"},
+        ),
+        ("because it was", "because she was", {"valid sentences", "right translations", "valid stories"}),
+        ("그것은 너무 피곤했", "그것은 너무 졸렸", {"right translations", "valid stories"}),
+        ("met the bear", "met the wolf", {"right translations", "valid stories"}),
+        ("came to a road", "come to a road", {"valid sentences", "right translations", "valid stories"}),
+        ("The bear was happy to see the fox.\n곰은 여우를 보고 행복했다.", "", {"valid stories"}),
+        ("\n곰은 여우를 보고 행복했다.", "", {"valid sentences", "right translations", "valid stories"}),
+    ],
+)
+def test_each_mistake_is_found_where_it_is(old, new, wrong):
+    assert old in CROSSING
+    text = CROSSING.replace(old, new).rstrip("\n")
+    found = {name for name, share in shares([text]).items() if share < 1} - {"copied from the training text"}
+    if "그것은 너무 졸렸" in text or "she was" in text:
+        wrong = wrong | {"right coreference"}  # whose translation, or pronoun, it is
+    assert found == wrong
+
+
+def test_copies_and_repetitions_are_counted(stories):
+    texts = [tale.text for tale in stories[:10]]
+    counts = check([*texts, texts[0]], training={texts[3], texts[4], "else"})
+    assert counts["distinct stories"] == (10, 11)
+    assert counts["copied from the training text"] == (2, 11)
+
+
+def test_minimal_pairs_have_one_right_continuation():
+    subjects = Counter()
+    for context, right, wrong in islice(minimal_pairs(random.Random(8)), 300):
+        lines = context.splitlines()
+        assert re.search(r"because it was too ", lines[-2])
+        assert right != wrong
+        readings = grammar().derivations(lines[::2])
+        assert readings == []  # the story goes on
+        assert any_story(lines, right)
+        assert not any_story(lines, wrong)
+        subjects[right.split()[1] in ("the", right.split()[1].capitalize())] += 1
+    assert sum(subjects.values()) == 300
+
+
+def any_story(lines, line):
+    """Whether the grammar has a story that begins with these lines and goes on with that one."""
+    from data.grammar import Reading
+
+    readings = [Reading()]
+    for english in [*lines[::2], line]:
+        readings = grammar().read(readings, english)
+    return bool(readings)
 
 
 # ---------------------------------------------------------------- the command and mistakes in the data
@@ -463,7 +646,26 @@ def test_command_prints_stories_on_any_console():
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("arguments", [(), ("--sample", "0"), ("--sample", "many"), ("--samples", "2", "--see")])
+def test_command_judges_what_it_printed(tmp_path, capsys):
+    own = "\n\n".join([*training_texts(3), CROSSING.replace("곰은 여우를", "곰는 여우를")])
+    (tmp_path / "stories.txt").write_text(own + "\n\n\n", "utf-8")
+    main(["--check", str(tmp_path / "stories.txt"), "--training", "5"])
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"valid stories +75.0%   3 of 4", lines[2])
+    assert re.fullmatch(r"copied from the training text +75.0%   3 of 4", lines[-1])
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe"])
+def test_command_refuses_files_without_stories(tmp_path, content):
+    (tmp_path / "stories.txt").write_bytes(content)
+    with pytest.raises(SystemExit) as caught:
+        main(["--check", str(tmp_path / "stories.txt")])
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--sample", "0"), ("--sample", "many"), ("--samples", "2", "--see"), ("--check", "missing.txt")]
+)
 def test_command_refuses_mistakes(arguments):
     done = command(*arguments)
     assert done.returncode == 2

@@ -1,0 +1,109 @@
+"""Measure a run: python bench.py stories [RUN]
+
+stories   how well a model trained on the built-in stories knows them: its loss on new draws and on held-out
+          combinations against the entropy of the grammar, what is right in stories it writes, and which of two
+          continuations it finds likelier.
+"""
+
+import argparse
+import random
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from checkpoint import find_run, load_model
+from config import UserError, command
+from data.prepare import Corpus, prepare
+from data.stories import check, minimal_pairs, tell
+from data.tokenizer import Tokenizer
+from sample import generate
+from train import Loss, Machine, grade
+
+
+def stories(run: Path, checkpoint: str, n_stories: int, n_pairs: int, seed: int) -> None:
+    """Prints all that the stories corpus can tell about a run."""
+    model, tokenizer, config = load_model(run, checkpoint)
+    if config.data.source != "stories" or config.model.kind != "decoder":
+        raise UserError(f"{run} was trained on data.source = {config.data.source}, and this measures stories")
+    corpus = prepare(config.data)
+    tell_losses(model, corpus, config.model.max_seq_len)
+    print(f"\n{n_stories} stories written (temperature 0.8, top-p 0.95, seed {seed})")
+    texts = write(model, tokenizer, n_stories, seed)
+    tell(check(texts, training_texts(corpus)))
+    print(f"\n{n_pairs} held-out stories up to a pronoun's reason, and two ways to go on")
+    tell({"the right one likelier": (count_preferred(model, tokenizer, n_pairs, seed), n_pairs)})
+
+
+def tell_losses(model: nn.Module, corpus: Corpus, context: int) -> None:
+    """Prints the losses on both splits beside the entropy of their stories, which is the least there can be."""
+    print(f"{'':24}{'English':>16}{'Korean':>16}{'both':>16}{'above':>9}{'bits/byte':>17}{'nats/token':>17}")
+    for name, split in {"new stories": corpus.val, "held-out combinations": corpus.held_out}.items():
+        values = grade(Loss(model), split, corpus, Machine("cpu", torch.float32, False), context, rows=16)
+        english, korean, knowing = (nats / split.n_documents for nats in split.floor)
+        least, both = english + korean, values["english"] + values["korean"]
+        bits, loss = values["bits_per_byte"], values["loss"]
+        print(f"{name:24}", end="")
+        for value, floor in ((values["english"], english), (values["korean"], korean), (both, least)):
+            print(f"{value:8.2f} /{floor:6.2f}", end="")
+        print(f"{both / least - 1:9.1%}{bits:9.4f} /{bits * least / both:.4f}{loss:9.4f} /{loss * least / both:.4f}")
+    print(f"nats per story / their entropy; for one who knows what is held out {knowing:.2f} instead of {least:.2f}")
+
+
+def write(model: nn.Module, tokenizer: Tokenizer, n: int, seed: int) -> list[str]:
+    """Stories of the model's own, with the settings that `sample.py` has by default."""
+    options = {"temperature": 0.8, "top_p": 0.95, "max_new_tokens": 400, "seed": seed}
+    rows = generate(model, [[]] * n, end_id=tokenizer.end_id, vocab_size=tokenizer.vocab_size, **options)
+    return [tokenizer.decode(row) for row in rows]
+
+
+def training_texts(corpus: Corpus) -> set[str]:
+    """All stories that the model was trained on."""
+    tokens = np.asarray(corpus.train.tokens)
+    documents = np.split(tokens, np.flatnonzero(tokens == corpus.tokenizer.end_id) + 1)
+    return {corpus.tokenizer.decode(document.tolist()) for document in documents}
+
+
+def count_preferred(model: nn.Module, tokenizer: Tokenizer, n: int, seed: int) -> int:
+    """For how many minimal pairs the right continuation has the higher probability."""
+    pairs = list(islice(minimal_pairs(random.Random(seed)), n))
+    right, wrong = (
+        log_probs(model, tokenizer, [(pair[0], pair[choice] + "\n") for pair in pairs]) for choice in (1, 2)
+    )
+    return int((right > wrong).sum())
+
+
+@torch.no_grad()
+def log_probs(model: nn.Module, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> torch.Tensor:
+    """The log-probability of each second text after the first, which begins a document: (n,)."""
+    found = []
+    for context, text in pairs:
+        ids, new = [tokenizer.end_id, *tokenizer.encode(context)], tokenizer.encode(text)
+        logits = model(torch.tensor([[*ids, *new[:-1]]]))[0, len(ids) - 1 :]
+        found.append(-F.cross_entropy(logits, torch.tensor(new), reduction="sum"))
+    return torch.stack(found)
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python bench.py", description="Measure a run.")
+    commands = parser.add_subparsers(dest="what", required=True)
+    one = commands.add_parser("stories", help="a model of the built-in stories, against their grammar")
+    one.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run (default: the newest)")
+    one.add_argument("--checkpoint", default="best", metavar="NAME", help="best (default), last, or a step-NNNNNN")
+    one.add_argument("--stories", type=int, default=200, metavar="N", help="how many to write (default: %(default)s)")
+    one.add_argument("--pairs", type=int, default=500, metavar="N", help="how many to compare (default: %(default)s)")
+    one.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
+    options = parser.parse_args(argv)
+    for name in ("stories", "pairs"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, not {getattr(options, name)}")
+    stories(find_run(options.run), options.checkpoint, options.stories, options.pairs, options.seed)
+
+
+if __name__ == "__main__":
+    main()
