@@ -206,7 +206,9 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(machine.device, enabled=machine.dtype == torch.float16)
         self.loss = Loss(self.model, config.optim.label_smoothing)
         self.training_loss = torch.compile(self.loss) if machine.compile else self.loss
-        self.batches = Batches(corpus.train, config.model.max_seq_len, config.train.batch_size, config.train.seed)
+        self.batches = Batches(
+            corpus.train.tokens, config.model.max_seq_len, config.train.batch_size, config.train.seed
+        )
         self.state, self.pace = State(), Pace()
 
     def step(self) -> dict[str, float]:
@@ -256,7 +258,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """The loss over the whole validation split: nats per token, and bits per byte of text."""
-        tokens, train = self.corpus.val, self.config.train
+        tokens, train = self.corpus.val.tokens, self.config.train
         self.loss.eval()  # the model in it too: no dropout, no label smoothing
         nats = 0.0
         context = self.config.model.max_seq_len
@@ -268,7 +270,7 @@ class Trainer:
         first = len(self.corpus.tokenizer.piece(int(tokens[0])))  # the first token is never a target
         return {
             "val_loss": nats / (len(tokens) - 1),
-            "val_bits_per_byte": nats / math.log(2) / max(self.corpus.val_bytes - first, 1),
+            "val_bits_per_byte": nats / math.log(2) / max(self.corpus.val.n_bytes - first, 1),
         }
 
     def sample(self) -> str:
@@ -523,7 +525,7 @@ def describe(config: Config, model: nn.Module, corpus: Corpus, batches: Batches,
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters; run folder {run}")
     say(
         f"{steps:,} steps of {config.train.batch_size} x {config.model.max_seq_len} tokens = {passes:.1f} passes over "
-        f"{len(corpus.train):,} training tokens; validation on {len(corpus.val):,}"
+        f"{len(corpus.train.tokens):,} training tokens; validation on {len(corpus.val.tokens):,}"
     )
     if passes > 10:
         say(
@@ -576,7 +578,7 @@ def run(request: Request) -> None:
     if config.model.kind == "encoder_decoder":
         raise ConfigError("model.kind = encoder_decoder needs pairs to train on, and no data.source gives them yet")
     wandb = import_wandb(config)
-    corpus = prepare(config.data, seed=0)  # not the run's: runs of several seeds read the same text
+    corpus = prepare(config.data)
     saved = request.resume and newest_checkpoint(request.resume)
     if saved and saved[-1]["corpus"] != corpus.key:
         raise UserError(
@@ -588,7 +590,7 @@ def run(request: Request) -> None:
     config = config.model_copy(update={"model": config.model.resolve(corpus.tokenizer.vocab_size)})
     machine = choose_machine(as_before(config, saved[-1]), "as before") if saved else choose_machine(config)
     for split in ("train", "val"):
-        check_length(getattr(corpus, split), config.model.max_seq_len, split)
+        check_length(getattr(corpus, split).tokens, config.model.max_seq_len, split)
     if saved and saved[-1]["step"] > config.train.steps:
         raise ConfigError(f"train.steps = {config.train.steps}: the run is at step {saved[-1]['step']} already")
     folder = request.resume or new_run(config, request.name)

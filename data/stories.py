@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -298,6 +299,22 @@ def documents(seed: int, n_bytes: int) -> Iterator[str]:
         text = "\n".join(render(template, cast) for s in sentences for template in (s.english, s.korean))
         n_bytes -= len(text.encode())
         yield text
+
+
+class Drawn(NamedTuple):
+    """A story's text, and the entropy in nats of its (English, Korean) lines."""
+
+    text: str
+    floor: tuple[float, float]
+
+
+def draws(seed: int, val_fraction: float) -> Iterator[tuple[str, Drawn]]:
+    """Stories without end, each with its split; the same for a seed on every machine."""
+    rng = random.Random(seed)
+    for i in count():
+        drawn = story(rng)
+        validation = i == 1 or (i > 1 and int((i - 1) * val_fraction) > int((i - 2) * val_fraction))
+        yield "val" if validation else "train", Drawn(drawn.text, (-drawn.log_prob, 0.0))
 
 
 @command

@@ -18,6 +18,7 @@ LEVELS = [
     ["config.load", "attention", "distributed", "plots", "data.tokenizer"],
     ["cache"],  # its masks are the mathematics', and the model calls it
     ["model", "optim", "data.loader", "data.stories"],
+    ["data.sources"],
     ["checkpoint", "data.prepare"],
     ["sample", "pretrained"],
     ["train"],
