@@ -352,7 +352,7 @@ def grade(loss: Loss, split: Split, corpus: Corpus, machine: Machine, context: i
         with machine.autocast():
             losses = loss(inputs.to(machine.device), targets.to(machine.device), "none").cpu()  # 0 where padded
         nats += losses.sum().item()
-        korean += losses[torch.from_numpy(is_korean[places]).flatten()].sum().item()
+        korean += losses[torch.from_numpy(is_korean[places.numpy()]).flatten()].sum().item()
     loss.train(was_training)
     values = {"loss": nats / n_targets, "bits_per_byte": nats / math.log(2) / max(n_bytes, 1)}
     if split.floor:

@@ -174,22 +174,28 @@ class DataConfig(Section):
     NEEDS = {"bpe_vocab_size": ("tokenizer", {"bpe"})}
 
     source: str = "stories"
-    """stories, pydoc, a .txt file, https://….txt, or hub:NAME[:SUBSET] (Hugging Face)."""
+    """stories, pydoc, a file (.txt, .md, .jsonl, .parquet; pairs also .tsv), a folder of them, https://….txt, or
+    hub:NAME[:SUBSET][:SPLIT] (Hugging Face)."""
     tokenizer: str = "bpe"
     """bytes, chars, bpe (byte-level, trained on the corpus), or the name of a tiktoken encoding such as gpt2."""
     bpe_vocab_size: Annotated[int, Field(ge=258, le=2**24)] = 2048
     """Ids of the trained bpe, end of text included (bpe only)."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of the text, taken from its end, that is kept for validation."""
-    text_field: str = "text"
-    """Which field of a Hub dataset holds the text."""
+    """Share of the documents, evenly spread, that is kept for validation; of a single text, its end."""
+    text_field: str | None = None
+    """Which field of hub:, .jsonl or .parquet rows holds the text. Omitted: text, or the only one that holds any."""
     max_tokens: PositiveInt = 2_000_000
     """Where a generated or streamed corpus ends (stories, hub:), in tokens; a file is always read whole."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.text_field != "text" and not self.source.startswith("hub:"):
-            raise ValueError(f"text_field = {self.text_field} needs source = hub:NAME, it is {self.source}")
+        built_in, fetched = self.source in ("stories", "pydoc"), self.source.startswith(("http://", "https://"))
+        text = self.source.lower().endswith((".txt", ".md", ".tsv")) and not self.source.startswith("hub:")
+        if self.text_field is not None and (built_in or fetched or text):
+            raise ValueError(
+                f"text_field = {self.text_field} needs rows with fields (.jsonl, .parquet or hub:NAME), "
+                f"source is {self.source}"
+            )
         return self
 
 

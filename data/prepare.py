@@ -2,61 +2,67 @@
 
 python -m data.prepare SOURCE [--tokenizer KIND] ...      train.py prepares by itself what is not prepared yet
 
-A source is a sequence of documents. After each one comes the tokenizer's end-of-text id, and the last of them are the
-validation split; a single text file has no such id and is cut by position. All text arrives with LF line ends and
-without a byte-order mark. A prepared corpus is found again by what went into it: the text, the tokenizer, the settings.
+After each document comes the tokenizer's end-of-text id; a single text has none. Documents go to validation evenly
+spread, and of a single text the end does. The source is read twice, first for the tokenizer, then to encode it on all
+cores, and never held in memory. A prepared corpus is found again by what went into it: text, tokenizer and settings.
 """
 
 import argparse
-import ast
-import codecs
-import difflib
 import hashlib
-import itertools
 import json
 import os
-import platform
-import re
 import sys
-import sysconfig
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
 
 from config.errors import ConfigError, UserError, command
-from config.schema import DataConfig, TrainConfig
-from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from config.schema import DataConfig
+from data.sources import PAIR_SOURCES, Document, Source, checksum, open_source
+from data.tokenizer import Tokenizer, last_cut, load_tokenizer, train_tokenizer
 
 CACHE = Path("data/cache")
-FORMAT = 1  # to be raised when the same text and settings come to mean other files
-SPLITS = ("train", "val")
+FORMAT = 2  # to be raised when the same text and settings come to mean other files
+WORKERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+PART = 2**16  # characters, about, of a long text that are encoded at a time
+BATCH = 2**18  # characters, at least, that a thread is given at a time
+SAMPLE_BYTES = 32_000_000  # of a long text, what a bpe is trained on
 
-# The modules of the standard library that explain themselves at most length.
-PYDOC_MODULES = """
-_pydecimal argparse ast bdb codecs collections configparser datetime difflib doctest email/message enum ftplib
-http/client http/cookiejar imaplib inspect ipaddress json logging logging/handlers mailbox optparse os pdb pickletools
-re shutil smtplib socket socketserver statistics subprocess tarfile threading traceback turtle typing unittest/case
-unittest/mock urllib/parse urllib/request xml/etree/ElementTree zipfile
-"""
+
+class Split(NamedTuple):
+    """A part of a corpus. `n_bytes` is of the text alone, without end-of-text ids.
+
+    `floor`, where the source knows it, holds the entropy of all documents in nats: of their English lines, of their
+    Korean lines, and of both for one who knows which documents are in this split.
+    """
+
+    tokens: np.ndarray  # 1-D, memory-mapped, read-only
+    n_bytes: int
+    n_documents: int
+    floor: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared text. The counts of bytes are of the text alone, without end-of-text ids."""
+    """A prepared text."""
 
     folder: Path
     tokenizer: Tokenizer
-    train: np.ndarray  # 1-D, memory-mapped, read-only
-    val: np.ndarray
     largest_id: int
-    train_bytes: int
-    val_bytes: int
+    train: Split
+    val: Split
+    held_out: Split | None = None
+    documents: bool = False  # every document is followed by the end-of-text id
+    pairs: bool = False  # every other document is the target of the one before it
 
     @property
     def key(self) -> str:
@@ -64,23 +70,12 @@ class Corpus:
         return self.folder.name.rpartition("-")[2]
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where documents come from."""
-
-    name: str  # of the folder in the cache
-    identity: dict  # equal for equal texts
-    read: Callable[[], Iterator[str]]
-    single: bool = False  # one text file, cut by position
-    max_tokens: int | None = None  # where an endless source ends
-
-
-def prepare(config: DataConfig, seed: int, cache_dir: str | Path = CACHE) -> Corpus:
-    """The corpus that `config` describes, from the cache if it is there. `seed` is that of generated text.
+def prepare(config: DataConfig, pairs: bool = False, cache_dir: str | Path = CACHE) -> Corpus:
+    """The corpus that `config` describes, from the cache if it is there; with `pairs`, of sources and targets.
 
     It appears in the cache whole or not at all. Raises `UserError` for a text that cannot be read or is too short.
     """
-    source = _source(config, seed)
+    source = open_source(config, pairs)
     settings = {"format": FORMAT, "tokenizer": config.tokenizer, "val_fraction": config.val_fraction} | source.identity
     if config.tokenizer == "bpe":
         settings["bpe_vocab_size"] = config.bpe_vocab_size
@@ -91,6 +86,8 @@ def prepare(config: DataConfig, seed: int, cache_dir: str | Path = CACHE) -> Cor
         _say(f"reusing {folder}")
         return _open(folder)
     _say(f"preparing {config.source}" + (f" again, because {folder} {damage}" if folder.exists() else ""))
+    if source.notice:
+        _say(source.notice)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".preparing-", dir=folder.parent) as scratch:
@@ -99,7 +96,7 @@ def prepare(config: DataConfig, seed: int, cache_dir: str | Path = CACHE) -> Cor
             _build(fresh, source, config, settings)
             _publish(fresh, folder)
     except OSError as error:
-        raise UserError(f"{folder} cannot be prepared: {error.strerror}") from None
+        raise UserError(f"{folder} cannot be prepared: {error.strerror or error}") from None
     return _open(folder)
 
 
@@ -118,72 +115,267 @@ def _publish(fresh: Path, folder: Path) -> None:
 def _build(folder: Path, source: Source, config: DataConfig, settings: dict) -> None:
     """Writes the token files, the tokenizer and meta.json, which describes them."""
     begin = time.perf_counter()
-    documents = filter(None, source.read())
-    if source.single:
-        documents = iter(_cut(next(documents, ""), config))
-    sample, documents = itertools.tee(documents)
-    tokenizer = train_tokenizer(config.tokenizer, _first(sample, source.max_tokens), config.bpe_vocab_size)
-    del sample  # or tee would keep every document
-    tokenizer.save(folder / "tokenizer")
-
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-    ids, n_bytes, n_tokens = [], [], 0
-    for document in documents:
-        encoded = tokenizer.encode_array(document).astype(dtype)
-        ids.append(encoded if source.single else np.append(encoded, dtype.type(tokenizer.end_id)))
-        n_bytes.append(len(document.encode()))
-        n_tokens += len(ids[-1])
-        if source.max_tokens and n_tokens >= source.max_tokens:
-            break
-    if len(ids) < 2:
-        raise UserError(f"data.source = {config.source} has too few documents ({len(ids)}) to keep one for validation")
-
-    n_train = 1 if source.single else _train_share(len(ids), config.val_fraction)
-    meta = {"settings": settings, "dtype": dtype.str, "largest_id": max(int(array.max()) for array in ids)}
-    for split, part in zip(SPLITS, (slice(None, n_train), slice(n_train, None)), strict=True):
-        tokens = np.concatenate(ids[part])
-        tokens.tofile(folder / f"{split}.bin")
-        meta[split] = {"tokens": len(tokens), "bytes": sum(n_bytes[part])}
+    with closing(Progress()) as progress:
+        tokenizer, n_characters = _survey(source, config, progress)
+        tokenizer.save(folder / "tokenizer")
+        documents = source.read()
+        if source.single:
+            documents = _cut(documents, _train_share(n_characters, config))
+        else:
+            documents = _assign(documents, config.val_fraction, source.group)
+        if source.max_tokens and config.tokenizer == "chars":
+            documents = _first(
+                documents, 4 * source.max_tokens, source.group
+            )  # no character is longer; it knows those of no more
+        dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+        tallies = _write(folder, documents, source, tokenizer, dtype, progress)
+    if not tallies.keys() >= {"train", "val"}:
+        raise UserError(_too_few(config, source, sum(tally.n_documents for tally in tallies.values())))
+    largest_id = max(tally.largest_id for tally in tallies.values())
+    meta = {"settings": settings, "dtype": dtype.str, "largest_id": largest_id}
+    meta |= {"documents": not source.single, "pairs": source.pairs}
+    meta["splits"] = {split: asdict(tally) for split, tally in sorted(tallies.items())}
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    meta["files"] = {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
+    meta["files"] = {path.relative_to(folder).as_posix(): checksum(path) for path in files}
     meta["checksum"] = _meta_checksum(meta)
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), "utf-8")
     _report(meta, tokenizer, config, time.perf_counter() - begin)
 
 
-def _report(meta: dict, tokenizer: Tokenizer, config: DataConfig, seconds: float) -> None:
-    if config.tokenizer == "bpe" and tokenizer.vocab_size < config.bpe_vocab_size:
-        _say(f"the text yields only {tokenizer.vocab_size} of {config.bpe_vocab_size} ids (data.bpe_vocab_size)")
-    n_bytes = sum(meta[split]["bytes"] for split in SPLITS)
-    _say(
-        f"{meta['train']['tokens']:,} tokens to train on and {meta['val']['tokens']:,} to validate "
-        f"({tokenizer.name}, {tokenizer.vocab_size:,} ids) from {n_bytes / 1e6:.1f} MB in {seconds:.1f} s"
+def _too_few(config: DataConfig, source: Source, n_documents: int) -> str:
+    what, more = "pairs" if source.pairs else "documents", ", or raise data.max_tokens" if source.max_tokens else ""
+    return (
+        f"data.source = {config.source} has too few {what} ({n_documents // source.group}) "
+        f"to keep one for validation: give more{more}"
     )
 
 
-def _train_share(n: int, val_fraction: float) -> int:
-    """How many of `n` (at least 2) things are for training; neither split is empty."""
-    return min(max(int(n * (1 - val_fraction)), 1), n - 1)
+def _report(meta: dict, tokenizer: Tokenizer, config: DataConfig, seconds: float) -> None:
+    if config.tokenizer == "bpe" and tokenizer.vocab_size < config.bpe_vocab_size:
+        _say(f"the text yields only {tokenizer.vocab_size} of {config.bpe_vocab_size} ids (data.bpe_vocab_size)")
+    splits = meta["splits"]
+    total = {name: sum(split[name] for split in splits.values()) for name in ("n_tokens", "n_bytes", "n_characters")}
+    _say(
+        f"{splits['train']['n_tokens']:,} tokens to train on and {splits['val']['n_tokens']:,} to validate "
+        f"({tokenizer.name}, {tokenizer.vocab_size:,} ids) from {total['n_bytes'] / 1e6:.1f} MB in {seconds:.1f} s"
+    )
+    n_bytes, n_characters = (total[name] / total["n_tokens"] for name in ("n_bytes", "n_characters"))
+    _say(f"{n_bytes:.2f} bytes and {n_characters:.2f} characters per token")
 
 
-def _cut(text: str, config: DataConfig) -> list[str]:
-    if len(text) < 2:
-        raise UserError(f"data.source = {config.source} holds {'one character' if text else 'no text'}")
-    cut = _train_share(len(text), config.val_fraction)
-    return [text[:cut], text[cut:]]
+# The first reading: the tokenizer
 
 
-def _first(documents: Iterable[str], max_tokens: int | None) -> Iterator[str]:
-    """The documents a tokenizer is trained on: of an endless source, the first 4 bytes per token asked for.
+def _survey(source: Source, config: DataConfig, progress: "Progress") -> tuple[Tokenizer, int]:
+    """The tokenizer, trained if need be, and how many characters a single text has."""
+    kind, n_characters, n_bytes = config.tokenizer, 0, 0
+    documents = source.read()
+    if source.max_tokens:
+        enough = 4 * source.max_tokens
+        documents = _first(documents, min(enough, SAMPLE_BYTES) if kind == "bpe" else enough, source.group)
 
-    That is about what a bpe token holds, and no character is longer, so chars sees all that it will encode.
-    """
-    n_bytes = 0
+    def read() -> Iterator[str]:
+        nonlocal n_characters, n_bytes
+        for part in _in_parts(documents):
+            yield part.text
+            n_characters += len(part.text)
+            n_bytes += len(part.text.encode())
+            progress.show(f"{n_bytes / 1e6:,.0f} MB read")
+
+    texts = read()
+    sample = _evenly(texts, SAMPLE_BYTES) if kind == "bpe" else texts
+    if kind == "bpe":
+        progress.show(f"{config.bpe_vocab_size:,} ids are being learnt", at_once=n_bytes > SAMPLE_BYTES / 4)
+    tokenizer = train_tokenizer(kind, sample, config.bpe_vocab_size)
+    if source.single:
+        deque(texts, maxlen=0)  # counts what the tokenizer had no need of
+    return tokenizer, n_characters
+
+
+def _first(documents: Iterable[Document], n_bytes: int, group: int) -> Iterator[Document]:
+    """The documents from the start that hold `n_bytes`, the last group of them whole."""
+    n_documents = 0
     for document in documents:
         yield document
-        n_bytes += len(document.encode())
-        if max_tokens and n_bytes >= 4 * max_tokens:
+        n_bytes -= len(document.text.encode())
+        n_documents += not document.more
+        if n_bytes <= 0 and not document.more and n_documents % group == 0:
             return
+
+
+def _evenly(texts: Iterable[str], n_bytes: int) -> list[str]:
+    """At most `n_bytes` of `texts`, from all over them: whenever it is more, every other one is dropped."""
+    kept, size, stride = [], 0, 1
+    for number, text in enumerate(texts):
+        if number % stride == 0:
+            kept.append(text)
+            size += len(text.encode())
+        while size > n_bytes and len(kept) > 1:
+            kept, stride = kept[::2], 2 * stride
+            size = sum(len(text.encode()) for text in kept)
+    return kept
+
+
+# The second reading: the tokens
+
+
+@dataclass
+class Tally:
+    """What has been written of a split."""
+
+    n_tokens: int = 0
+    n_bytes: int = 0
+    n_characters: int = 0
+    n_documents: int = 0
+    floor: tuple[float, ...] | None = None
+    largest_id: int = 0
+
+    def add(self, part: Document, ids: np.ndarray) -> None:
+        self.n_tokens += len(ids)
+        self.n_bytes += len(part.text.encode())
+        self.n_characters += len(part.text)
+        self.largest_id = max(self.largest_id, int(ids.max(initial=0)))
+        if not part.more:
+            self.n_documents += 1
+            if part.floor:
+                floor = part.floor()
+                self.floor = tuple(map(sum, zip(self.floor or (0.0,) * len(floor), floor, strict=True)))
+
+
+def _write(folder: Path, documents: Iterable[Document], source: Source, tokenizer: Tokenizer, dtype, progress) -> dict:
+    """Encodes `documents` into a token file for each split, and tells what each holds: {split: Tally}."""
+
+    def encode(parts: list[Document]) -> list[np.ndarray]:
+        arrays = [tokenizer.encode_array(part.text).astype(dtype) for part in parts]
+        if source.single:
+            return arrays
+        end = dtype.type(tokenizer.end_id)
+        return [ids if part.more else np.append(ids, end) for part, ids in zip(parts, arrays, strict=True)]
+
+    tallies, files, n_bytes = {}, {}, 0
+    with ExitStack() as stack:
+        encoded = stack.enter_context(closing(_on_all_cores(encode, _batches(_in_parts(documents)))))
+        for part, ids in (pair for batch, arrays in encoded for pair in zip(batch, arrays, strict=True)):
+            if part.split not in tallies:
+                tallies[part.split] = Tally()
+                files[part.split] = stack.enter_context((folder / f"{part.split}.bin").open("wb"))
+            files[part.split].write(ids)
+            tallies[part.split].add(part, ids)
+            n_bytes += len(part.text.encode())
+            progress.show(f"{n_bytes / 1e6:,.0f} MB encoded")
+            if source.max_tokens and not part.more and _full(tallies, source):
+                break
+    return tallies
+
+
+def _full(tallies: dict[str, Tally], source: Source) -> bool:
+    """Whether an endless source has given all that is wanted of it."""
+    n_documents = sum(tally.n_documents for tally in tallies.values())
+    n_tokens = sum(tally.n_tokens for tally in tallies.values())
+    return n_documents % source.group == 0 and n_tokens >= source.max_tokens
+
+
+def _train_share(n: int, config: DataConfig) -> int:
+    """How many of the `n` characters of a text are for training; neither split is empty."""
+    if n < 2:
+        raise UserError(f"data.source = {config.source} holds {'one character' if n else 'no text'}")
+    return min(max(int(n * (1 - config.val_fraction)), 1), n - 1)
+
+
+def _cut(parts: Iterable[Document], n_train: int) -> Iterator[Document]:
+    """A single text as two documents: its first `n_train` characters are for training."""
+    for part in parts:
+        if n_train > 0:
+            n_train -= len(part.text)
+            head, tail = (part.text, "") if n_train >= 0 else (part.text[:n_train], part.text[n_train:])
+            yield Document(head, "train", more=n_train > 0)
+            part = part._replace(text=tail)
+        if n_train <= 0:
+            yield part._replace(split="val")
+
+
+def _assign(documents: Iterable[Document], val_fraction: float, group: int) -> Iterator[Document]:
+    """The documents with the split of each, the same for a whole group: what its source says, else the second is for
+    validation and, from there on, a share of them evenly spread."""
+    index = 0
+    for document in documents:
+        after = index // group - 1  # how many come after the first
+        chosen = after == 0 or (after > 0 and int(after * val_fraction) > int((after - 1) * val_fraction))
+        yield document._replace(split=document.split or ("val" if chosen else "train"))
+        index += not document.more
+
+
+def _in_parts(documents: Iterable[Document]) -> Iterator[Document]:
+    """The documents, long ones in parts cut where ids cannot change. Where there is no such place a part grows."""
+    held = []  # of the text since the last cut
+    for document in documents:
+        for start in range(0, max(len(document.text), 1), PART):
+            piece = document.text[start : start + PART]
+            more = document.more or start + PART < len(document.text)
+            cut = last_cut(piece) if more else len(piece)
+            if cut or not more:
+                yield document._replace(text="".join([*held, piece[:cut]]), more=more)
+                held = []
+            held.append(piece[cut:])
+
+
+def _batches(parts: Iterable[Document]) -> Iterator[list[Document]]:
+    """Lists of parts, enough in each to be worth handing to a thread."""
+    batch, size = [], 0
+    for part in parts:
+        batch.append(part)
+        size += len(part.text)
+        if size >= BATCH or len(batch) == 1000:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _on_all_cores(function: Callable, batches: Iterable) -> Iterator[tuple]:
+    """(batch, function(batch)), in order. Threads will do, as tiktoken lets other threads run; they are kept busy and
+    no more, so that memory stays flat."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        waiting = deque()
+        for batch in batches:
+            waiting.append((batch, pool.submit(function, batch)))
+            if len(waiting) > 2 * WORKERS:
+                batch, future = waiting.popleft()
+                yield batch, future.result()
+        for batch, future in waiting:
+            yield batch, future.result()
+
+
+# What is said
+
+
+class Progress:
+    """How far something long is: on a terminal a line that renews itself, else one every few seconds."""
+
+    def __init__(self):
+        self.terminal = sys.stderr.isatty()
+        self.interval = 0.2 if self.terminal else 5.0
+        self.due = time.monotonic() + (1.0 if self.terminal else 5.0)
+        self.begun = False  # a line that is to be renewed or wiped
+
+    def show(self, line: str, at_once: bool = False) -> None:
+        if at_once or time.monotonic() >= self.due:
+            self.due = time.monotonic() + self.interval
+            print(
+                f"\r\x1b[Kdata: {line}" if self.terminal else f"data: {line}",
+                end="" if self.terminal else "\n",
+                file=sys.stderr,
+                flush=True,
+            )
+            self.begun = self.terminal
+
+    def close(self) -> None:
+        if self.begun:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _say(line: str) -> None:
+    print(f"data: {line}", file=sys.stderr)
 
 
 # The folder
@@ -191,20 +383,20 @@ def _first(documents: Iterable[str], max_tokens: int | None) -> Iterator[str]:
 
 def _open(folder: Path) -> Corpus:
     meta = json.loads((folder / "meta.json").read_text("utf-8"))
-    return Corpus(
-        folder=folder,
-        tokenizer=load_tokenizer(folder / "tokenizer"),
-        largest_id=meta["largest_id"],
-        **{split: np.memmap(folder / f"{split}.bin", meta["dtype"], mode="r") for split in SPLITS},
-        **{f"{split}_bytes": meta[split]["bytes"] for split in SPLITS},
-    )
+    splits = {}
+    for split, tally in meta["splits"].items():
+        tokens = np.memmap(folder / f"{split}.bin", meta["dtype"], mode="r")
+        floor = tally["floor"] and tuple(tally["floor"])
+        splits[split] = Split(tokens, tally["n_bytes"], tally["n_documents"], floor)
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    return Corpus(folder, tokenizer, meta["largest_id"], **splits, documents=meta["documents"], pairs=meta["pairs"])
 
 
 def _damage(folder: Path) -> str | None:
     """What is wrong with a prepared folder, or None. Reads every byte: about a second a gigabyte."""
     try:
         meta = json.loads((folder / "meta.json").read_text("utf-8"))
-        damaged = (name for name, checksum in meta["files"].items() if _checksum(folder / name) != checksum)
+        damaged = (name for name, value in meta["files"].items() if checksum(folder / name) != value)
         name = "meta.json" if meta["checksum"] != _meta_checksum(meta) else next(damaged, None)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return "is damaged"
@@ -217,149 +409,27 @@ def _meta_checksum(meta: dict) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _say(line: str) -> None:
-    print(f"data: {line}", file=sys.stderr)
-
-
-# Sources
-
-
-def _source(config: DataConfig, seed: int) -> Source:
-    kind, _, rest = config.source.partition(":")
-    if config.source == "stories":
-        return _stories(seed, config.max_tokens)
-    if config.source == "pydoc":
-        return Source("pydoc", {"pydoc": platform.python_version(), "modules": PYDOC_MODULES}, _pydoc)
-    if kind == "hub":
-        identity = {"hub": rest, "text_field": config.text_field, "max_tokens": config.max_tokens}
-        return Source(_slug(rest), identity, lambda: _hub(rest, config.text_field), max_tokens=config.max_tokens)
-    if kind in ("http", "https"):
-        return Source(_slug(Path(rest).stem), {"url": config.source}, lambda: _web(config.source), single=True)
-    path = Path(config.source)
-    _check_file(path)
-    return Source(_slug(path.stem), {"text": _checksum(path)}, lambda: iter([_read_text(path)]), single=True)
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "text"
-
-
-def _stories(seed: int, max_tokens: int) -> Source:
-    def read() -> Iterator[str]:
-        from data import stories
-
-        return stories.documents(seed, n_bytes=64 * max_tokens)  # far more than enough: it ends at max_tokens
-
-    # Neither the grammar's code nor its words may change unnoticed.
-    files = {path.name: _checksum(path) for path in sorted(Path(__file__).parent.glob("stories*"))}
-    return Source("stories", {"stories": files, "seed": seed, "max_tokens": max_tokens}, read, max_tokens=max_tokens)
-
-
-def _pydoc() -> Iterator[str]:
-    """The help topics and docstrings of Python itself: a document a topic or module, in an arbitrary but fixed order,
-    so that training and validation read the same mixture."""
-    from pydoc_data.topics import topics
-
-    documents = [*topics.values(), *map(_docstrings, PYDOC_MODULES.split())]
-    return iter(sorted(map(_normalise, documents), key=lambda text: hashlib.sha256(text.encode()).digest()))
-
-
-def _docstrings(name: str) -> str:
-    """All docstrings of a module, from its source: modules in memory may have been patched by whoever imported them."""
-    path = Path(sysconfig.get_path("stdlib"), name)
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = (node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, documented))
-    return "\n\n".join(filter(None, map(ast.get_docstring, nodes))) + "\n"
-
-
-def _hub(name: str, text_field: str) -> Iterator[str]:
-    """A dataset of the Hugging Face Hub, NAME[:SUBSET], streamed."""
-    name, _, subset = name.partition(":")
-    for row in _rows(f"hub:{name}", path=name, name=subset or None, streaming=True):
-        text = row.get(text_field)
-        if not isinstance(text, str):
-            raise UserError(f"hub:{name} has no text in data.text_field = {text_field}, only {', '.join(row)}")
-        yield _normalise(text)
-
-
-def _web(url: str) -> Iterator[str]:
-    for row in _rows(url, path="text", data_files=url, sample_by="document"):  # whole, as a file on disk is read
-        yield _normalise(row["text"])
-
-
-def _rows(source: str, **dataset) -> Iterator[dict]:
-    """The rows of a dataset. Whatever stops them becomes a `UserError`."""
-    import datasets
-
-    try:
-        yield from datasets.load_dataset(**dataset, split="train")
-    except Exception as error:  # from the network, the Hub, a parser: no common class, and all the user's to know
-        cause = error.__cause__ or error  # `datasets` wraps what went wrong in "An error occurred"
-        reason = (str(cause).splitlines() or [""])[0]
-        raise UserError(
-            f"{source} cannot be read ({type(cause).__name__}: {reason}); without a network, "
-            f"fetch the text elsewhere and give its path as data.source"
-        ) from None
-
-
-def _check_file(path: Path) -> None:
-    """Raises `UserError` unless `path` is a text file by its name."""
-    if path.is_dir():
-        raise UserError(f"data.source = {path} is a folder; join its texts into one .txt file")
-    if not path.exists():
-        names = ["stories", "pydoc", *(os.fspath(near) for near in path.parent.glob("*.txt"))]
-        near = difflib.get_close_matches(os.fspath(path), names, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        kinds = "stories, pydoc, a .txt file, https://….txt or hub:NAME"
-        raise UserError(f"there is no data.source = {path}; {hint}it can be {kinds}")
-    if path.suffix.lower() != ".txt":
-        raise UserError(f"data.source = {path} is not a .txt file")
-    if not os.access(path, os.R_OK):
-        raise UserError(f"data.source = {path} may not be read by you")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return _normalise(path.read_bytes().decode("utf-8"))
-    except UnicodeDecodeError as error:
-        if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise UserError(f"{path} is UTF-16; save it as UTF-8: iconv -f UTF-16 -t UTF-8 {path} > utf8.txt") from None
-        raise UserError(
-            f"{path} is not UTF-8: byte 0x{error.object[error.start]:02X} at offset {error.start:,}; "
-            f"save it as UTF-8, for example, if it is Latin-1, with iconv -f LATIN1 -t UTF-8 {path} > utf8.txt"
-        ) from None
-
-
-def _normalise(text: str) -> str:
-    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-
-
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # --help is not ASCII, a console may be
     parser = argparse.ArgumentParser(prog="python -m data.prepare", description=(__doc__ or "").partition("\n")[0])
     fields = dict(DataConfig.model_fields)
     parser.add_argument("source", metavar="SOURCE", help=fields.pop("source").description)
-    fields["seed"] = TrainConfig.model_fields["seed"]
     for name, field in fields.items():
-        option = "--" + name.replace("_", "-")
-        text = f"{field.description} (default: %(default)s)".replace("\n", " ")
-        parser.add_argument(option, type=field.annotation, default=field.default, help=text)
+        default = "" if field.default is None else " (default: %(default)s)"
+        text = f"{field.description}{default}".replace("\n", " ")
+        kind = field.annotation if isinstance(field.annotation, type) else str
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=field.default, help=text)
+    parser.add_argument("--pairs", action="store_true", help=f"pairs for an encoder-decoder: {PAIR_SOURCES}")
     values = vars(parser.parse_args(argv))
-    seed = values.pop("seed")
+    pairs = values.pop("pairs")
     try:
         config = DataConfig(**values)
     except ValidationError as error:
         first = error.errors()[0]
         where = f"data.{first['loc'][0]} = {first['input']}: " if first["loc"] else ""
         raise ConfigError(where + first["msg"].removeprefix("Value error, ")) from None
-    _say(f"in {prepare(config, seed).folder}")
+    _say(f"in {prepare(config, pairs).folder}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from config.errors import UserError, command
 from data.grammar import PARTICLES, Draw, Grammar, Sentence, Slot, Story, Word, particle, render, skeleton
 
-SEED = 0  # of the text that models are trained on
+SEED = 0  # of the text that models are trained on; not the run's: runs of several seeds read the same stories
 
 
 @cache

@@ -15,9 +15,10 @@ PRESETS = sorted((ROOT / "config").glob("*.toml"))
 LEVELS = [
     ["config.errors"],
     ["config.schema"],  # a line of its own: the loader and the mathematics name its types
-    ["config.load", "attention", "distributed", "plots", "data.tokenizer"],
+    ["config.load", "attention", "distributed", "plots", "data.tokenizer", "data.grammar"],
     ["cache"],  # its masks are the mathematics', and the model calls it
     ["model", "optim", "data.loader", "data.stories"],
+    ["data.sources"],
     ["checkpoint", "data.prepare"],
     ["sample", "pretrained"],
     ["train"],

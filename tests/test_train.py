@@ -289,7 +289,7 @@ def test_evaluating_and_sampling_leave_the_random_state_and_the_weights_alone(co
 
 def by_hand(trainer) -> tuple[float, float]:
     """Nats per token and bits per byte of the validation split: one window at a time, float64, written again."""
-    ids, width = np.asarray(trainer.corpus.val, np.int64), trainer.config.model.max_seq_len
+    ids, width = np.asarray(trainer.corpus.val.tokens, np.int64), trainer.config.model.max_seq_len
     trainer.model.eval()
     nats = 0.0
     for start in range(0, len(ids) - 1, width):
@@ -303,7 +303,7 @@ def by_hand(trainer) -> tuple[float, float]:
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe", "chars"])
 def test_F42_validation_is_the_whole_split_whatever_the_batch_size_and_the_seed(tmp_path, tokenizer):
     corpus = byte_corpus(tmp_path, tokenizer)
-    assert (len(corpus.val) - 1) % 16, "the last window is to be shorter"
+    assert (len(corpus.val.tokens) - 1) % 16, "the last window is to be shorter"
     model = {"dropout": 0.1, "vocab_size": corpus.tokenizer.vocab_size}
     trained = make_trainer(corpus, model=model)
     for _ in range(4):
@@ -1088,7 +1088,7 @@ def test_every_step_of_a_run_is_seeded_apart():
 def test_batches_come_from_the_run_s_own_seed(corpus):
     for seed in (0, 5):
         trainer = make_trainer(corpus, train={"seed": seed})
-        expected = Batches(corpus.train, 16, 4, seed).batch(3)
+        expected = Batches(corpus.train.tokens, 16, 4, seed).batch(3)
         assert all(torch.equal(a, b) for a, b in zip(trainer.batches.batch(3), expected, strict=True))
 
 

@@ -14,7 +14,7 @@ import checkpoint
 import train
 from config.schema import Config
 from data.loader import Batches
-from data.prepare import Corpus, prepare
+from data.prepare import Corpus, Split, prepare
 
 TINY = {
     "model": {"n_layer": 1, "n_head": 2, "d_model": 16, "d_ff": 16, "max_seq_len": 16},
@@ -51,8 +51,8 @@ def corpus_of(train_ids, val_ids=None) -> Corpus:
     from data.tokenizer import ByteTokenizer
 
     train_ids, val_ids = (np.asarray(ids, np.uint16) for ids in (train_ids, train_ids if val_ids is None else val_ids))
-    sizes = [len(train_ids), len(val_ids)]
-    return Corpus(Path(), ByteTokenizer(), train_ids, val_ids, int(max(train_ids.max(), val_ids.max())), *sizes)
+    splits = [Split(ids, n_bytes=len(ids), n_documents=1) for ids in (train_ids, val_ids)]
+    return Corpus(Path(), ByteTokenizer(), int(max(train_ids.max(), val_ids.max())), *splits)
 
 
 def byte_corpus(tmp_path: Path, tokenizer: str = "bytes", n_words: int = 400) -> Corpus:
@@ -60,7 +60,7 @@ def byte_corpus(tmp_path: Path, tokenizer: str = "bytes", n_words: int = 400) ->
     file = tmp_path / "text.txt"
     file.write_bytes(text(n_words).encode())
     config = settings(data={"source": str(file), "tokenizer": tokenizer}).data
-    return prepare(config, seed=0, cache_dir=tmp_path / "cache")
+    return prepare(config, cache_dir=tmp_path / "cache")
 
 
 def make_trainer(corpus: Corpus, run: Path = Path("/nonexistent"), compile: bool = False, **sections) -> train.Trainer:

@@ -136,7 +136,9 @@ def test_an_option_without_effect_is_refused(section, option):
         section(**{option: value}, **beside)
 
 
-def test_a_text_field_without_a_dataset_is_refused():
-    with pytest.raises(ValidationError, match="text_field = body needs source = hub:NAME, it is stories"):
-        DataConfig(text_field="body")
-    assert DataConfig(source="hub:a/b", text_field="body").text_field == "body"
+@pytest.mark.parametrize("source", ["stories", "pydoc", "https://example.org/rows", "a.txt", "A.MD", "pairs.tsv"])
+def test_a_text_field_without_rows_is_refused(source):
+    with pytest.raises(ValidationError, match=f"text_field = body needs rows with fields .* source is {source}"):
+        DataConfig(source=source, text_field="body")
+    for rows in ("hub:a/b", "hub:a.txt", "folder", "rows.jsonl", "rows.parquet"):
+        assert DataConfig(source=rows, text_field="body").text_field == "body"

@@ -1,5 +1,6 @@
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -12,10 +13,11 @@ from pathlib import Path
 import pytest
 import regex
 import tiktoken
+from tiktoken_ext import openai_public
 
 from config.errors import UserError
 from data import tokenizer as tokenizers
-from data.tokenizer import SPLIT_PATTERN, StreamDecoder, load_tokenizer, train_tokenizer
+from data.tokenizer import SPLIT_PATTERN, StreamDecoder, last_cut, load_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 AWKWARD = [
@@ -275,3 +277,71 @@ def test_a_damaged_tokenizer_is_named(tmp_path):
     for broken in ("{", "[]", "{}", '{"name": "chars"}'):
         (tmp_path / "tokenizer.json").write_text(broken)
         assert str(tmp_path) in refusal(load_tokenizer, tmp_path)
+
+
+def published_patterns() -> dict[str, str]:
+    """The patterns of tiktoken's encodings, which are code; only their ranks are downloaded."""
+    patterns = {"llama3": SPLIT_PATTERN}
+    with pytest.MonkeyPatch.context() as patch:
+        for loader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+            patch.setattr(openai_public, loader, lambda *_, **__: {})
+        for name, make in openai_public.ENCODING_CONSTRUCTORS.items():
+            patterns[name] = make()["pat_str"]
+    return patterns
+
+
+PATTERNS = published_patterns()
+WORDS = "a Zz ſ ß é e\u0301 ǅ 한글 각 中文 が か\u3099 ไทย नी עב 0 12 1234 ½ Ⅳ ٣ 🎉 👨‍👩‍👧 👍🏽"
+MARKS = "' 's 'S 'll 'ſ ’ ’s . , ... !? :// / - _ ( ) 「 。 ， 、 ！ <|endoftext|>"
+NASTY = [*WORDS.split(), *MARKS.split(), *" \n\t\r\u00a0\u3000\u2028\u0085\x1c", "  ", "\n\n", "\r\n"]
+NASTY += "\u200b\ufeff\0\u200d\ufe0f\U000e0001\ue000\U0010ffff\u0378"
+
+
+def cuts(text: str) -> list[int]:
+    """Every place where `last_cut` would ever cut `text`."""
+    found = {last_cut(text[:end]) for end in range(len(text) + 1)}
+    return sorted(found - {0})
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_ids_do_not_change_where_a_long_text_is_cut(name):
+    """The whole text's pieces end at every such place, and are those of the parts; the ids therefore too."""
+    rng, text = random.Random(0), "".join(NASTY)
+    ranks = train_tokenizer("bpe", [text * 3, *(a + b for a in NASTY for b in NASTY)], 1500).ranks
+    tokenizer = tokenizers.BPETokenizer(name, ranks, PATTERNS[name], len(ranks), len(ranks) + 1)
+    pattern, n_cuts = regex.compile(PATTERNS[name]), 0
+    for _ in range(1500):
+        text = "".join(rng.choices(NASTY, k=rng.randrange(2, 40)))
+        places = [0, *cuts(text), len(text)]
+        parts = [text[start:end] for start, end in pairwise(places)]
+        assert tokenizer.encode(text) == [token for part in parts for token in tokenizer.encode(part)], (text, parts)
+        assert pattern.findall(text) == [piece for part in parts for piece in pattern.findall(part)], (text, parts)
+        n_cuts += len(parts) - 1
+    if n_cuts < 3000:
+        pytest.fail(f"only {n_cuts} cuts")
+
+
+@pytest.mark.parametrize(
+    ("name", "careless"),
+    [
+        ("o200k_base", r".*\w(?=\W)"),  # also before an apostrophe or an accent
+        *((name, cut) for name in ("llama3", "gpt2", "cl100k_base") for cut in (r".*\s(?=\S)", r".*\w(?=\w)")),
+    ],
+)
+def test_ids_would_change_at_a_careless_cut(monkeypatch, name, careless):
+    monkeypatch.setattr(tokenizers, "_LAST_CUT", re.compile(careless, re.DOTALL))
+    with pytest.raises(AssertionError):
+        test_ids_do_not_change_where_a_long_text_is_cut(name)
+
+
+def test_a_cut_is_found_wherever_a_text_has_spaces_or_stops():
+    text = "他走了很远的路，"
+    assert last_cut("one two three") == 7
+    assert last_cut(text + "天黑") == len(text) - 1
+    assert last_cut("아버지가 방에") == 4
+    assert [last_cut(text) for text in ("", "word", "   ", "'' ''", "中文没有空格")] == [0] * 5
+
+
+def test_chars_are_those_of_all_texts():
+    texts = ["ba", "", "\0é", "\U0010ffff한"]
+    assert train_tokenizer("chars", iter(texts), 0).alphabet == "".join(sorted(set("".join(texts))))
