@@ -123,14 +123,12 @@ def _build(folder: Path, source: Source, config: DataConfig, settings: dict) -> 
             documents = _cut(documents, _train_share(n_characters, config))
         else:
             documents = _assign(documents, config.val_fraction, source.group)
-        if source.max_tokens and config.tokenizer == "chars":
-            documents = _first(
-                documents, 4 * source.max_tokens, source.group
-            )  # no character is longer; it knows those of no more
+        if source.max_tokens and config.tokenizer == "chars":  # it knows the characters of no more
+            documents = _first(documents, 4 * source.max_tokens, source.group)
         dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
         tallies = _write(folder, documents, source, tokenizer, dtype, progress)
     if not tallies.keys() >= {"train", "val"}:
-        raise UserError(_too_few(config, source, sum(tally.n_documents for tally in tallies.values())))
+        raise UserError(_too_few(config, source, tallies))
     largest_id = max(tally.largest_id for tally in tallies.values())
     meta = {"settings": settings, "dtype": dtype.str, "largest_id": largest_id}
     meta |= {"documents": not source.single, "pairs": source.pairs}
@@ -142,12 +140,11 @@ def _build(folder: Path, source: Source, config: DataConfig, settings: dict) -> 
     _report(meta, tokenizer, config, time.perf_counter() - begin)
 
 
-def _too_few(config: DataConfig, source: Source, n_documents: int) -> str:
-    what, more = "pairs" if source.pairs else "documents", ", or raise data.max_tokens" if source.max_tokens else ""
-    return (
-        f"data.source = {config.source} has too few {what} ({n_documents // source.group}) "
-        f"to keep one for validation: give more{more}"
-    )
+def _too_few(config: DataConfig, source: Source, tallies: dict[str, "Tally"]) -> str:
+    what = "pairs" if source.pairs else "documents"
+    n = sum(tally.n_documents for tally in tallies.values()) // source.group
+    remedy = "raise data.max_tokens" if source.max_tokens and _full(tallies, source) else "give more"
+    return f"data.source = {config.source} has too few {what} ({n}) to keep one for validation: {remedy}"
 
 
 def _report(meta: dict, tokenizer: Tokenizer, config: DataConfig, seconds: float) -> None:
@@ -185,7 +182,7 @@ def _survey(source: Source, config: DataConfig, progress: "Progress") -> tuple[T
     texts = read()
     sample = _evenly(texts, SAMPLE_BYTES) if kind == "bpe" else texts
     if kind == "bpe":
-        progress.show(f"{config.bpe_vocab_size:,} ids are being learnt", at_once=n_bytes > SAMPLE_BYTES / 4)
+        progress.show(f"learning {config.bpe_vocab_size:,} ids", at_once=n_bytes > SAMPLE_BYTES / 4)
     tokenizer = train_tokenizer(kind, sample, config.bpe_vocab_size)
     if source.single:
         deque(texts, maxlen=0)  # counts what the tokenizer had no need of
@@ -242,8 +239,15 @@ class Tally:
                 self.floor = tuple(map(sum, zip(self.floor or (0.0,) * len(floor), floor, strict=True)))
 
 
-def _write(folder: Path, documents: Iterable[Document], source: Source, tokenizer: Tokenizer, dtype, progress) -> dict:
-    """Encodes `documents` into a token file for each split, and tells what each holds: {split: Tally}."""
+def _write(
+    folder: Path,
+    documents: Iterable[Document],
+    source: Source,
+    tokenizer: Tokenizer,
+    dtype: np.dtype,
+    progress: "Progress",
+) -> dict[str, Tally]:
+    """Encodes `documents` into a token file for each split, and tells what each holds."""
 
     def encode(parts: list[Document]) -> list[np.ndarray]:
         arrays = [tokenizer.encode_array(part.text).astype(dtype) for part in parts]
@@ -252,17 +256,16 @@ def _write(folder: Path, documents: Iterable[Document], source: Source, tokenize
         end = dtype.type(tokenizer.end_id)
         return [ids if part.more else np.append(ids, end) for part, ids in zip(parts, arrays, strict=True)]
 
-    tallies, files, n_bytes = {}, {}, 0
+    tallies, files = {}, {}
     with ExitStack() as stack:
         encoded = stack.enter_context(closing(_on_all_cores(encode, _batches(_in_parts(documents)))))
         for part, ids in (pair for batch, arrays in encoded for pair in zip(batch, arrays, strict=True)):
             if part.split not in tallies:
                 tallies[part.split] = Tally()
-                files[part.split] = stack.enter_context((folder / f"{part.split}.bin").open("wb"))
+                files[part.split] = stack.enter_context((folder / f"{part.split}.bin").open("wb", 2**20))
             files[part.split].write(ids)
             tallies[part.split].add(part, ids)
-            n_bytes += len(part.text.encode())
-            progress.show(f"{n_bytes / 1e6:,.0f} MB encoded")
+            progress.show(f"{sum(tally.n_bytes for tally in tallies.values()) / 1e6:,.0f} MB encoded")
             if source.max_tokens and not part.more and _full(tallies, source):
                 break
     return tallies
@@ -356,21 +359,17 @@ class Progress:
         self.terminal = sys.stderr.isatty()
         self.interval = 0.2 if self.terminal else 5.0
         self.due = time.monotonic() + (1.0 if self.terminal else 5.0)
-        self.begun = False  # a line that is to be renewed or wiped
+        self.shown = False
 
     def show(self, line: str, at_once: bool = False) -> None:
-        if at_once or time.monotonic() >= self.due:
-            self.due = time.monotonic() + self.interval
-            print(
-                f"\r\x1b[Kdata: {line}" if self.terminal else f"data: {line}",
-                end="" if self.terminal else "\n",
-                file=sys.stderr,
-                flush=True,
-            )
-            self.begun = self.terminal
+        if not at_once and time.monotonic() < self.due:
+            return
+        before, after = ("\r\x1b[K", "") if self.terminal else ("", "\n")
+        print(f"{before}data: {line}", end=after, file=sys.stderr, flush=True)
+        self.due, self.shown = time.monotonic() + self.interval, True
 
     def close(self) -> None:
-        if self.begun:
+        if self.terminal and self.shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 

@@ -12,6 +12,7 @@ import difflib
 import hashlib
 import io
 import json
+import logging
 import os
 import platform
 import re
@@ -30,6 +31,7 @@ from config.schema import DataConfig
 BLOCK = 2**20  # bytes of a file that are read at a time
 PAIR_FIELDS = ("source", "target")
 PAIR_SOURCES = ".tsv (source, tab, target), or .jsonl, .parquet and hub:NAME with the fields source and target"
+ELSEWHERE = "; without a network, fetch the text elsewhere and give its path as data.source"
 MENDING = "save it as UTF-8, for example, if it is Latin-1, with iconv -f LATIN1 -t UTF-8"
 
 # The modules of the standard library that explain themselves at most length.
@@ -326,7 +328,7 @@ def _jsonl(path: Path) -> Rows:
 
 
 def _parquet(path: Path) -> Rows:
-    return _dataset(str(path), "is it whole?", path="parquet", data_files=escape(os.fspath(path)))
+    return _dataset(str(path), path="parquet", data_files=escape(os.fspath(path)))
 
 
 def _hub(name: str, field: str | None, pairs: bool) -> Iterator[Document]:
@@ -334,30 +336,29 @@ def _hub(name: str, field: str | None, pairs: bool) -> Iterator[Document]:
     path, subset, split, *rest = [*name.split(":"), "", ""]
     if any(rest) or not path:
         raise UserError(f"data.source = hub:{name} must be hub:NAME, hub:NAME:SUBSET or hub:NAME:SUBSET:SPLIT")
-    rows = _dataset(f"hub:{name}", FETCH, path=path, name=subset or None, split=split or "train")
+    rows = _dataset(f"hub:{name}", ELSEWHERE, path=path, name=subset or None, split=split or "train")
     return _documents(rows, field, pairs)
 
 
 def _web(url: str) -> Iterator[Document]:
     # Not streamed, so that it is fetched once, and whole, as a file on disk is read.
-    for where, row in _dataset(url, FETCH, path="text", data_files=url, sample_by="document", streaming=False):
+    for where, row in _dataset(url, ELSEWHERE, path="text", data_files=url, sample_by="document", streaming=False):
         yield Document(_text(where, row, "text"))
 
 
-FETCH = "without a network, fetch the text elsewhere and give its path as data.source"
-
-
-def _dataset(source: str, hint: str, split: str = "train", streaming: bool = True, **dataset) -> Rows:
-    """The rows of a dataset. Whatever stops them becomes a `UserError`."""
+def _dataset(source: str, hint: str = "", split: str = "train", streaming: bool = True, **dataset) -> Rows:
+    """The rows of a dataset. Whatever stops them becomes a `UserError`, with the hint if it came from the network."""
     import datasets
 
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # it would say what is raised as well
     try:
         rows = datasets.load_dataset(**dataset, split=split, streaming=streaming)
         yield from ((f"{source}, row {number}", row) for number, row in enumerate(rows, 1))
     except Exception as error:  # from the network, the Hub, a parser: no common class, and all the user's to know
         cause = error.__cause__ or error  # `datasets` wraps what went wrong in "An error occurred"
         reason = (str(cause).splitlines() or [""])[0]
-        raise UserError(f"{source} cannot be read ({type(cause).__name__}: {reason}); {hint}") from None
+        hint = hint if isinstance(cause, OSError) else ""
+        raise UserError(f"{source} cannot be read ({type(cause).__name__}: {reason}){hint}") from None
 
 
 ROWS = {".jsonl": _jsonl, ".parquet": _parquet, ".tsv": _tsv}

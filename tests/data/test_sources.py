@@ -249,11 +249,18 @@ def test_a_broken_line_is_refused_with_its_number(prepare, tmp_path, line, expec
     assert read(path) == ["oneé", "é"]
 
 
-def test_a_broken_parquet_file_is_refused(tmp_path, offline):
-    (tmp_path / "rows.parquet").write_bytes(b"PAR1 no")
-    message = refusal(read, tmp_path / "rows.parquet")
-    assert message.startswith(f"{tmp_path / 'rows.parquet'} cannot be read (")
-    assert "network" not in message
+def test_a_broken_parquet_file_is_refused_once(tmp_path, offline, capfd):
+    path = write_rows(tmp_path / "rows.parquet", *({"text": f"row {i}" * 100} for i in range(1000)))
+    for broken in (
+        b"PAR1 no",
+        path.read_bytes()[:-2000],
+        path.read_bytes()[:4] + bytes(3000) + path.read_bytes()[3004:],
+    ):
+        path.write_bytes(broken)
+        message = refusal(read, path)
+        assert message.startswith(f"{path} cannot be read (")
+        assert "network" not in message
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("workers", [1, 2, 8])
@@ -311,9 +318,12 @@ def test_a_dataset_is_streamed_up_to_max_tokens(prepare, tmp_path, offline, kind
     assert read(f"hub:{folder}::test") == [f"test {i}" for i in range(5)]
     assert "has no field text, only body, title" in refusal(prepare, f"hub:{folder}", text_field="text")
     assert "row 1 has no text in the field title but 0" in refusal(prepare, f"hub:{folder}", text_field="title")
-    assert "max_tokens" in refusal(prepare, f"hub:{folder}", tokenizer="bytes", max_tokens=1)
+    message = refusal(prepare, f"hub:{folder}", tokenizer="bytes", max_tokens=1)
+    assert "too few documents (1) to keep one for validation: raise data.max_tokens" in message
     for wrong in (f"hub:{folder}::tset", f"hub:{folder}:subset"):
-        assert refusal(read, wrong).startswith(f"{wrong} cannot be read (ValueError: ")
+        message = refusal(read, wrong)
+        assert message.startswith(f"{wrong} cannot be read (ValueError: ")
+        assert "network" not in message
     assert "must be hub:NAME, hub:NAME:SUBSET or hub:NAME:SUBSET:SPLIT" in refusal(read, f"hub:{folder}:a:b:c")
     assert "must be hub:NAME" in refusal(read, "hub:")
 
