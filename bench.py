@@ -64,7 +64,7 @@ def write(model: nn.Module, tokenizer: Tokenizer, n: int, seed: int) -> list[str
 def training_texts(corpus: Corpus) -> set[str]:
     """All stories that the model was trained on."""
     tokens = np.asarray(corpus.train.tokens)
-    documents = np.split(tokens, np.flatnonzero(tokens == corpus.tokenizer.end_id) + 1)
+    *documents, _ = np.split(tokens, np.flatnonzero(tokens == corpus.tokenizer.end_id) + 1)  # nothing after the last
     return {corpus.tokenizer.decode(document.tolist()) for document in documents}
 
 

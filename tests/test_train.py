@@ -21,6 +21,8 @@ import train
 from checkpoint import load_model, read_checkpoint
 from config import Config, ConfigError, UserError
 from data.loader import IGNORE, Batches
+from data.prepare import prepare
+from data.stories import grammar
 from tests.training import (
     Failing,
     FixedBatch,
@@ -325,6 +327,87 @@ def test_bits_per_byte_of_a_uniform_guess_over_bytes_is_its_entropy(corpus):
     values = trainer.evaluate()
     assert values["val_loss"] == pytest.approx(math.log(257), abs=1e-5)
     assert values["val_bits_per_byte"] == pytest.approx(math.log2(257), abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def story_corpus(tmp_path_factory):
+    """A few of the built-in stories, in three splits."""
+    config = settings(data={"source": "stories", "bpe_vocab_size": 400, "tokenizer": "bpe", "max_tokens": 40_000}).data
+    return prepare(config, cache_dir=tmp_path_factory.mktemp("stories"))
+
+
+@pytest.mark.parametrize(("context", "rows"), [(512, 1), (512, 7), (64, 5)])
+def test_stories_are_graded_one_by_one_and_by_language(story_corpus, context, rows):
+    """Against each story by itself after the end of a text, in windows, in float64."""
+    corpus, tokenizer = story_corpus, story_corpus.tokenizer
+    model = {"vocab_size": tokenizer.vocab_size, "max_seq_len": context}
+    trainer = make_trainer(corpus, model=model, train={"batch_size": rows, "micro_batch_size": rows})
+    trainer.step()
+    values = trainer.evaluate()
+    trainer.model.eval()
+    for name, split in (("val", corpus.val), ("held_out", corpus.held_out)):
+        nats, stories = {"english": 0.0, "korean": 0.0}, []
+        for ids in np.split(split.tokens, np.flatnonzero(split.tokens == tokenizer.end_id) + 1)[:-1]:
+            stories.append(tokenizer.decode(ids.tolist()))
+            line = 0
+            for start in range(0, len(ids), context):
+                targets = ids[start : start + context].astype(np.int64)
+                inputs = [tokenizer.end_id if start == 0 else int(ids[start - 1]), *targets[:-1].tolist()]
+                losses = cross_entropies(trainer.model(torch.tensor([inputs])), targets[None])
+                for target, loss in zip(targets.tolist(), losses.flatten().tolist(), strict=True):
+                    nats["korean" if line % 2 else "english"] += loss
+                    line += tokenizer.piece(target).count(b"\n")
+            assert line % 2 == 1
+        total, n = sum(nats.values()), len(stories)
+        assert n == split.n_documents >= 3
+        assert values[f"{name}_english"] == pytest.approx(nats["english"] / n, rel=1e-5)
+        assert values[f"{name}_korean"] == pytest.approx(nats["korean"] / n, rel=1e-5)
+        assert values[f"{name}_loss"] == pytest.approx(total / len(split.tokens), rel=1e-5)
+        n_bytes = sum(len(story.encode()) for story in stories)
+        assert values[f"{name}_bits_per_byte"] == pytest.approx(total / math.log(2) / n_bytes, rel=1e-5)
+        floor = -sum(grammar().derivations(story.split("\n")[::2])[0].log_prob for story in stories)
+        assert values[f"{name}_floor"] == pytest.approx(floor / len(split.tokens), rel=1e-9)
+        assert sum(split.floor[:2]) == pytest.approx(floor, rel=1e-9)
+
+
+def test_the_losses_on_stories_are_told_beside_their_floors(story_corpus):
+    values = {"val_loss": 2.0, "val_bits_per_byte": 0.5, "val_floor": 1.0, "val_english": 9.0, "val_korean": 0.5}
+    values |= {key.replace("val", "held_out"): value for key, value in values.items()}
+    lines = list(train.told(values, story_corpus, 1234, True))
+    english, korean, _ = (nats / story_corpus.val.n_documents for nats in story_corpus.val.floor)
+    assert lines[0] == (
+        "step 1,234 · validation 2.0000 nats/token, 0.5000 bits/byte (floor 1.0000, 0.2500) · best so far"
+    )
+    expected = f"nats per story: English 9.00 (floor {english:.2f}), Korean 0.50 ({korean:.2f})"
+    assert lines[1].strip() == expected
+    knowing = story_corpus.held_out.floor[2] / story_corpus.held_out.n_documents
+    assert lines[3].endswith(f", {knowing:.2f} for one who knows what is held out")
+    assert len(lines) == 4
+
+
+def test_a_run_on_stories_chooses_its_best_on_new_draws(place, monkeypatch):
+    """Not on the held-out combinations, whose loss here goes the other way."""
+    losses = iter([3.0, 2.0, 2.5])
+    grade = train.grade
+
+    def fake(loss, split, corpus, *rest):
+        values = grade(loss, split, corpus, *rest)
+        if split is corpus.val:
+            values["loss"] = fake.value = next(losses)
+        else:
+            values["loss"] = 10 - fake.value
+        return values
+
+    monkeypatch.setattr(train, "grade", fake)
+    place.write_preset(
+        data={"source": "stories", "max_tokens": 20_000}, train={"steps": 6, "eval_interval": 2}, model={"d_ff": 8}
+    )
+    place.train()
+    run = place.folder / "runs/tiny"
+    graded = {record["step"]: record for record in metrics(run) if "val_loss" in record}
+    assert {step: record["held_out_loss"] for step, record in graded.items()} == {2: 7.0, 4: 8.0, 6: 7.5}
+    assert (run / "best").resolve().name == "step-000004"
+    assert graded[2]["val_floor"] > 0
 
 
 # The schedule in the loop
