@@ -401,14 +401,15 @@ def test_pairs_alternate_and_stay_together(prepare, tmp_path, offline, name):
 
 
 def test_a_stream_of_pairs_ends_with_a_whole_one(prepare, tmp_path, offline):
+    pair = {"source": "🎉" * 20, "target": "🎊" * 20}  # as many bytes as a character can have
     (tmp_path / "set").mkdir()
-    write_rows(tmp_path / "set" / "train.jsonl", *({"source": "가" * 20, "target": "나" * 20} for _ in range(50)))
+    write_rows(tmp_path / "set" / "train.jsonl", *[pair] * 50)
     for tokenizer in ("bytes", "chars", "bpe"):
-        for max_tokens in (125, 165, 185, 245):
+        for max_tokens in (180, 260, 300, 340):
             corpus = prepare(f"hub:{tmp_path / 'set'}", pairs=True, tokenizer=tokenizer, max_tokens=max_tokens)
             for split in (corpus.train, corpus.val):
                 found = texts(corpus, split)
-                assert found == ["가" * 20, "나" * 20] * (len(found) // 2)
+                assert found == [*pair.values()] * (len(found) // 2)
 
 
 def test_what_has_no_pairs_is_refused(prepare, tmp_path):
