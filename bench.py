@@ -6,6 +6,7 @@ stories   how well a model trained on the built-in stories knows them: its loss 
 """
 
 import argparse
+import math
 import random
 from collections.abc import Sequence
 from itertools import islice
@@ -22,7 +23,7 @@ from data.prepare import Corpus, prepare
 from data.stories import check, minimal_pairs, tell
 from data.tokenizer import Tokenizer
 from sample import generate
-from train import Loss, Machine, grade
+from train import Loss, Machine, grade, odd_lines
 
 
 def stories(run: Path, checkpoint: str, n_stories: int, n_pairs: int, seed: int) -> None:
@@ -41,17 +42,24 @@ def stories(run: Path, checkpoint: str, n_stories: int, n_pairs: int, seed: int)
 
 def tell_losses(model: nn.Module, corpus: Corpus, context: int) -> None:
     """Prints the losses on both splits beside the entropy of their stories, which is the least there can be."""
-    print(f"{'':24}{'English':>16}{'Korean':>16}{'both':>16}{'above':>9}{'bits/byte':>17}{'nats/token':>17}")
+    print(f"{'loss / entropy':26}{'nats per story':>18}{'nats per token':>20}{'bits per byte':>20}{'above':>12}")
+    sizes = np.array([len(piece) for piece in corpus.tokenizer.pieces])
     for name, split in {"new stories": corpus.val, "held-out combinations": corpus.held_out}.items():
         values = grade(Loss(model), split, corpus, Machine("cpu", torch.float32, False), context, rows=16)
+        is_korean, n_bytes = odd_lines(split.tokens, corpus.tokenizer), sizes[split.tokens]
         english, korean, knowing = (nats / split.n_documents for nats in split.floor)
-        least, both = english + korean, values["english"] + values["korean"]
-        bits, loss = values["bits_per_byte"], values["loss"]
-        print(f"{name:24}", end="")
-        for value, floor in ((values["english"], english), (values["korean"], korean), (both, least)):
-            print(f"{value:8.2f} /{floor:6.2f}", end="")
-        print(f"{both / least - 1:9.1%}{bits:9.4f} /{bits * least / both:.4f}{loss:9.4f} /{loss * least / both:.4f}")
-    print(f"nats per story / their entropy; for one who knows what is held out {knowing:.2f} instead of {least:.2f}")
+        print(name)
+        for title, nats, least, chosen in (
+            ("English", values["english"], english, ~is_korean),
+            ("Korean", values["korean"], korean, is_korean),
+            ("both", values["english"] + values["korean"], english + korean, is_korean | True),
+        ):
+            print(f"  {title:24}{nats:9.2f} / {least:6.2f}", end="")
+            for count in (chosen.sum(), n_bytes[chosen].sum() * math.log(2)):
+                scale = split.n_documents / count
+                print(f"{nats * scale:11.4f} / {least * scale:6.4f}", end="")
+            print(f"{nats / least - 1:12.1%}" if least else f"{'–':>12}")
+    print(f"Knowing which combinations are held out, it would take {knowing:.2f} nats per story at the least.")
 
 
 def write(model: nn.Module, tokenizer: Tokenizer, n: int, seed: int) -> list[str]:

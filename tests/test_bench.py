@@ -35,17 +35,20 @@ def test_the_report_has_the_run_s_own_losses(run, monkeypatch, capsys):
     bench.main(["stories", str(run), "--stories", "3", "--pairs", "4"])
     out = capsys.readouterr().out
     values = metrics(run)[-1]
+    lines = out.splitlines()
     for name, title in (("val", "new stories"), ("held_out", "held-out combinations")):
-        line = next(line for line in out.splitlines() if line.startswith(title))
-        numbers = [float(number) for number in re.findall(r"\d+\.\d+", line)]
-        english, english_floor, korean, korean_floor, both, least, above, bits, _, loss, floor = numbers
-        assert english == pytest.approx(values[f"{name}_english"], abs=0.01)
-        assert korean == pytest.approx(values[f"{name}_korean"], abs=0.01)
-        assert both == pytest.approx(english + korean, abs=0.02)
-        assert least == pytest.approx(english_floor + korean_floor, abs=0.02)
-        assert above == pytest.approx(100 * (both / least - 1), rel=1e-3)
-        assert bits == pytest.approx(values[f"{name}_bits_per_byte"], abs=1e-4)
-        assert (loss, floor) == pytest.approx((values[f"{name}_loss"], values[f"{name}_floor"]), abs=1e-4)
+        first = lines.index(title)
+        rows = [[float(x) for x in re.findall(r"\d+\.\d+", line)] for line in lines[first + 1 : first + 4]]
+        (english, english_floor, *_), (korean, korean_floor, *_), both = rows
+        assert (english, korean) == pytest.approx((values[f"{name}_english"], values[f"{name}_korean"]), abs=0.01)
+        assert both[0] == pytest.approx(english + korean, abs=0.02)
+        assert both[1] == pytest.approx(english_floor + korean_floor, abs=0.02)
+        assert both[2:4] == pytest.approx([values[f"{name}_loss"], values[f"{name}_floor"]], abs=1e-4)
+        assert both[4] == pytest.approx(values[f"{name}_bits_per_byte"], abs=1e-4)
+        assert both[6] == pytest.approx(100 * (both[0] / both[1] - 1), rel=1e-3)
+        # the two languages together are all: tokens and bytes weigh them
+        assert min(rows[0][2], rows[1][2]) < both[2] < max(rows[0][2], rows[1][2])
+        assert min(rows[0][4], rows[1][4]) < both[4] < max(rows[0][4], rows[1][4])
     assert re.search(r"valid stories +0.0%   0 of 3\n", out)
     assert re.search(r"the right one likelier +[\d.]+%   [0-4] of 4\n", out)
 

@@ -56,6 +56,8 @@ def test_every_command_of_the_readme_runs(folder):
             command += f" {FEW} {TINY}"
         if "sample.py" in command:
             command += " --max-new-tokens 4"
+        if "bench.py" in command:
+            command += " --stories 2 --pairs 2"
         result = run(command, folder)
         assert result.returncode == 0, (command, result.stderr)
         assert result.stdout.strip()
