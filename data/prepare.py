@@ -115,8 +115,9 @@ def _publish(fresh: Path, folder: Path) -> None:
 def _build(folder: Path, source: Source, config: DataConfig, settings: dict) -> None:
     """Writes the token files, the tokenizer and meta.json, which describes them."""
     begin = time.perf_counter()
+    find_cut = len if config.tokenizer in ("bytes", "chars") else last_cut  # they go character by character
     with closing(Progress()) as progress:
-        tokenizer, n_characters = _survey(source, config, progress)
+        tokenizer, n_characters = _survey(source, config, find_cut, progress)
         tokenizer.save(folder / "tokenizer")
         documents = source.read()
         if source.single:
@@ -126,7 +127,7 @@ def _build(folder: Path, source: Source, config: DataConfig, settings: dict) -> 
         if source.max_tokens and config.tokenizer == "chars":  # it knows the characters of no more
             documents = _first(documents, 4 * source.max_tokens, source.group)
         dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-        tallies = _write(folder, documents, source, tokenizer, dtype, progress)
+        tallies = _write(folder, _in_parts(documents, find_cut), source, tokenizer, dtype, progress)
     if not tallies.keys() >= {"train", "val"}:
         raise UserError(_too_few(config, source, tallies))
     largest_id = max(tally.largest_id for tally in tallies.values())
@@ -163,7 +164,7 @@ def _report(meta: dict, tokenizer: Tokenizer, config: DataConfig, seconds: float
 # The first reading: the tokenizer
 
 
-def _survey(source: Source, config: DataConfig, progress: "Progress") -> tuple[Tokenizer, int]:
+def _survey(source: Source, config: DataConfig, find_cut: Callable, progress: "Progress") -> tuple[Tokenizer, int]:
     """The tokenizer, trained if need be, and how many characters a single text has."""
     kind, n_characters, n_bytes = config.tokenizer, 0, 0
     documents = source.read()
@@ -173,7 +174,7 @@ def _survey(source: Source, config: DataConfig, progress: "Progress") -> tuple[T
 
     def read() -> Iterator[str]:
         nonlocal n_characters, n_bytes
-        for part in _in_parts(documents):
+        for part in _in_parts(documents, find_cut):
             yield part.text
             n_characters += len(part.text)
             n_bytes += len(part.text.encode())
@@ -241,24 +242,24 @@ class Tally:
 
 def _write(
     folder: Path,
-    documents: Iterable[Document],
+    parts: Iterable[Document],
     source: Source,
     tokenizer: Tokenizer,
     dtype: np.dtype,
     progress: "Progress",
 ) -> dict[str, Tally]:
-    """Encodes `documents` into a token file for each split, and tells what each holds."""
+    """Encodes `parts` of documents into a token file for each split, and tells what each holds."""
 
-    def encode(parts: list[Document]) -> list[np.ndarray]:
-        arrays = [tokenizer.encode_array(part.text).astype(dtype) for part in parts]
+    def encode(batch: list[Document]) -> list[np.ndarray]:
+        arrays = [tokenizer.encode_array(part.text).astype(dtype) for part in batch]
         if source.single:
             return arrays
         end = dtype.type(tokenizer.end_id)
-        return [ids if part.more else np.append(ids, end) for part, ids in zip(parts, arrays, strict=True)]
+        return [ids if part.more else np.append(ids, end) for part, ids in zip(batch, arrays, strict=True)]
 
     tallies, files = {}, {}
     with ExitStack() as stack:
-        encoded = stack.enter_context(closing(_on_all_cores(encode, _batches(_in_parts(documents)))))
+        encoded = stack.enter_context(closing(_on_all_cores(encode, _batches(parts))))
         for part, ids in (pair for batch, arrays in encoded for pair in zip(batch, arrays, strict=True)):
             if part.split not in tallies:
                 tallies[part.split] = Tally()
@@ -308,14 +309,14 @@ def _assign(documents: Iterable[Document], val_fraction: float, group: int) -> I
         index += not document.more
 
 
-def _in_parts(documents: Iterable[Document]) -> Iterator[Document]:
+def _in_parts(documents: Iterable[Document], find_cut: Callable[[str], int]) -> Iterator[Document]:
     """The documents, long ones in parts cut where ids cannot change. Where there is no such place a part grows."""
     held = []  # of the text since the last cut
     for document in documents:
         for start in range(0, max(len(document.text), 1), PART):
             piece = document.text[start : start + PART]
             more = document.more or start + PART < len(document.text)
-            cut = last_cut(piece) if more else len(piece)
+            cut = find_cut(piece) if more else len(piece)
             if cut or not more:
                 yield document._replace(text="".join([*held, piece[:cut]]), more=more)
                 held = []

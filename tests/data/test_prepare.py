@@ -163,6 +163,23 @@ def test_a_long_text_has_the_ids_of_the_whole_and_the_same_bytes_whatever_the_wo
         assert written(prepare(tmp_path / "text.txt", val_fraction=0.3).folder) == files
 
 
+@pytest.mark.parametrize(("kind", "longest"), [("bytes", 100), ("chars", 100), ("bpe", 5000)])
+def test_only_a_bpe_waits_for_a_place_to_cut(prepare, monkeypatch, kind, longest):
+    """A text without any, such as a genome, is one part to a bpe; else parts stay short whatever the text."""
+    lengths, encode_all = [], module._write
+
+    def write(folder, parts, *arguments):
+        parts = list(parts)
+        lengths.extend(len(part.text) for part in parts)
+        return encode_all(folder, parts, *arguments)
+
+    monkeypatch.setattr(module, "_write", write)
+    monkeypatch.setattr(module, "PART", 100)
+    corpus = prepare(b"acgt" * 2500, tokenizer=kind, val_fraction=0.5)
+    assert max(lengths) == longest
+    assert corpus.tokenizer.decode(corpus.train.tokens) == "acgt" * 1250
+
+
 def test_long_documents_are_cut_too_and_end_once(prepare, documents, monkeypatch):
     long = "a word " * 1000
     documents(Document("first"), Document(long), Document(long[:3000], more=True), Document(long[3000:]), Document("x"))
