@@ -191,7 +191,7 @@ class DataConfig(Section):
     def _check(self) -> Self:
         built_in, fetched = self.source in ("stories", "pydoc"), self.source.startswith(("http://", "https://"))
         text = self.source.lower().endswith((".txt", ".md", ".tsv")) and not self.source.startswith("hub:")
-        if self.text_field is not None and (built_in or fetched or text):
+        if self.text_field not in (None, "text") and (built_in or fetched or text):  # "text": found anyway
             raise ValueError(
                 f"text_field = {self.text_field} needs rows with fields (.jsonl, .parquet or hub:NAME), "
                 f"source is {self.source}"

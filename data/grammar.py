@@ -159,10 +159,13 @@ class Story:
 class Reading(NamedTuple):
     """A way to understand the lines read so far: what they say, who plays what, what may come next, and log p."""
 
-    sentences: tuple[Sentence, ...] = ()
-    cast: dict[str, Word] = {}
-    agenda: tuple = ("story",)
-    log_prob: float = 0.0
+    sentences: tuple[Sentence, ...]
+    cast: dict[str, Word]
+    agenda: tuple[str | Sentence, ...]
+    log_prob: float
+
+
+START = Reading((), {}, ("story",), 0.0)  # nothing read yet
 
 
 class Grammar:
@@ -232,7 +235,7 @@ class Grammar:
 
     def derivations(self, lines: Sequence[str]) -> list[Reading]:
         """Every derivation of a whole story, given its English lines; their log-probabilities include the end."""
-        readings = [Reading()]
+        readings = [START]
         for line in lines:
             readings = self.read(readings, line)
         ends = [(reading, self._probability_to_end(reading.agenda)) for reading in readings]
@@ -244,7 +247,7 @@ class Grammar:
         The Korean is certain, but whether the story ends after it is not, and counts with it.
         """
         english = korean = 0.0
-        readings, goes_on = [Reading()], 1.0
+        readings, goes_on = [START], 1.0
         for left, line in enumerate(story.english, 1 - len(story.english)):
             before, readings = readings, self.read(readings, line)
             english += math.log(goes_on * _total(before) / _total(readings))

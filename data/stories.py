@@ -12,7 +12,6 @@ import argparse
 import math
 import random
 import re
-import sys
 import tomllib
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
