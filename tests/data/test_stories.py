@@ -14,7 +14,7 @@ import pytest
 from data.grammar import START, Draw, Grammar, Slot, particle
 from data.stories import check, draws, floor, grammar, main, minimal_pairs, story, training_texts
 
-PINNED = "685a30bd3c0df59b00d25d996be1c806eff3a4d96b89120f03766e54cf761897"
+PINNED = "44b21bd3c1d2772ad1464a135e052ab995b0ac28e84dedddba617e797995f173"
 # Lists whose words are not nouns.
 OTHERS = {"trait", "home", "village", "weather", "colour", "nature", "day", "weary", "unwell", "needy", "good", "glad"}
 OTHERS |= {
@@ -121,7 +121,7 @@ def test_training_never_sees_a_held_out_combination():
     for split in seen:
         for tale in found[split]:
             match = re.match(r".*? \w+ ([\w ]+) came to an? ([\w ]+)\.", tale.english[0])
-            other = re.search(r"friend, the ([\w ]+), was|visit the ([\w ]+) on the other", tale.text)
+            other = re.search(r"(\w+) was waiting on|to visit (\w+) on the other", tale.text)
             if match and other:
                 seen[split].add((*match.groups(), other[1] or other[2]))
     assert len(seen["held_out"]) > 50
@@ -441,8 +441,8 @@ def test_colour_tells_the_owner(stories):
     checked = 0
     for tale in stories:
         text = "\n".join(tale.english)
-        had = re.search(r"(\w+) had an? ([\w-]+) ([\w ]+), and (\w+) had an? ([\w-]+) \3\.", text)
-        if had and " something was lost." in text:
+        had = re.search(r"(\w+) had an? ([\w-]+) ([\w ]+), and (\w+) had an? ([\w-]+) one\.", text)
+        if had and " one of them was lost." in text:
             hero, colour, thing, friend, other = had.groups()
             found = re.search(rf"found an? ({colour}|{other}) {thing} under", text)[1]
             assert f"gave the {thing} back to {hero if found == colour else friend}." in text
@@ -559,23 +559,23 @@ def test_the_grammar_s_own_stories_are_right(stories):
 CROSSING = """\
 At noon, a clever fox came to a road.
 한낮에 영리한 여우가 길에 이르렀다.
-A friend, the bear, was waiting on the other side.
-친구인 곰이 건너편에서 기다리고 있었다.
+Mina was waiting on the other side.
+미나가 건너편에서 기다리고 있었다.
 The fox did not cross the road because it was too tired.
 여우는 길을 건너지 않았다. 그것은 너무 피곤했기 때문이다.
 So the fox rested first.
 그래서 여우는 먼저 쉬었다.
-At last, the fox crossed the road and met the bear.
-마침내 여우는 길을 건너 곰을 만났다.
-The bear was happy to see the fox.
-곰은 여우를 보고 행복했다."""
+At last, the fox crossed the road and met Mina.
+마침내 여우는 길을 건너 미나를 만났다.
+Mina was happy.
+미나는 행복했다."""
 
 
 @pytest.mark.parametrize(
     ("old", "new", "wrong"),
     [
         ("", "", set()),
-        ("곰은 여우를", "곰는 여우를", {"valid sentences", "right translations", "valid stories", "right particles"}),
+        ("여우는 먼저", "여우은 먼저", {"valid sentences", "right translations", "valid stories", "right particles"}),
         # the other reading: valid sentences, wrong story
         (
             "So the fox rested first.\n그래서 여우는 먼저 쉬었다.",
@@ -584,10 +584,10 @@ The bear was happy to see the fox.
         ),
         ("because it was", "because she was", {"valid sentences", "right translations", "valid stories"}),
         ("그것은 너무 피곤했", "그것은 너무 졸렸", {"right translations", "valid stories"}),
-        ("met the bear", "met the wolf", {"right translations", "valid stories"}),
+        ("met Mina", "met Minho", {"right translations", "valid stories"}),
         ("came to a road", "come to a road", {"valid sentences", "right translations", "valid stories"}),
-        ("The bear was happy to see the fox.\n곰은 여우를 보고 행복했다.", "", {"valid stories"}),
-        ("\n곰은 여우를 보고 행복했다.", "", {"valid sentences", "right translations", "valid stories"}),
+        ("Mina was happy.\n미나는 행복했다.", "", {"valid stories"}),
+        ("\n미나는 행복했다.", "", {"valid sentences", "right translations", "valid stories"}),
     ],
 )
 def test_each_mistake_is_found_where_it_is(old, new, wrong):
@@ -641,7 +641,7 @@ def test_command_prints_stories_on_any_console():
 
 
 def test_command_judges_what_it_printed(tmp_path, capsys):
-    own = "\n\n".join([*training_texts(3), CROSSING.replace("곰은 여우를", "곰는 여우를")])
+    own = "\n\n".join([*training_texts(3), CROSSING.replace("여우는 먼저", "여우은 먼저")])
     (tmp_path / "stories.txt").write_text(own + "\n\n\n", "utf-8")
     main(["--check", str(tmp_path / "stories.txt"), "--training", "5"])
     lines = capsys.readouterr().out.splitlines()
