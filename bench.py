@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from checkpoint import find_run, load_model
+from checkpoint import checkpoints, find_run, load_model, read_checkpoint
 from config import UserError, command
-from data.prepare import Corpus, prepare
+from data.prepare import Corpus, Split, prepare
 from data.stories import check, minimal_pairs, tell
 from data.tokenizer import Tokenizer
 from sample import generate
-from train import Loss, Machine, grade, odd_lines
+from train import Loss, Machine, grade, korean_tokens
 
 
 def stories(run: Path, checkpoint: str, n_stories: int, n_pairs: int, seed: int) -> None:
@@ -32,48 +32,58 @@ def stories(run: Path, checkpoint: str, n_stories: int, n_pairs: int, seed: int)
     if config.data.source != "stories" or config.model.kind != "decoder":
         raise UserError(f"{run} was trained on data.source = {config.data.source}, and this measures stories")
     corpus = prepare(config.data)
+    _, _, state = read_checkpoint(checkpoints(run)[-1], optimizer=False)
+    if state["corpus"] != corpus.key:
+        raise UserError(
+            f"{run} was trained on other stories than there are now: their words, plots or code have changed"
+        )
     tell_losses(model, corpus, config.model.max_seq_len)
     print(f"\n{n_stories} stories written (temperature 0.8, top-p 0.95, seed {seed})")
-    texts = write(model, tokenizer, n_stories, seed)
-    tell(check(texts, training_texts(corpus)))
-    print(f"\n{n_pairs} held-out stories up to a pronoun's reason, and two ways to go on")
-    tell({"the right one likelier": (count_preferred(model, tokenizer, n_pairs, seed), n_pairs)})
+    training = documents(corpus, corpus.train)
+    longest = max(map(len, training)) + 1
+    if config.model.position == "learned":
+        longest = min(longest, config.model.max_seq_len)
+    texts = write(model, tokenizer, n_stories, longest, seed)
+    tell(check(texts, {tokenizer.decode(document.tolist()) for document in training}))
+    print(f"\n{n_pairs} held-out stories cut after what a pronoun needed, such as 'because it was too tired'")
+    tell({"the right line likelier": (count_preferred(model, tokenizer, n_pairs, seed), n_pairs)})
 
 
 def tell_losses(model: nn.Module, corpus: Corpus, context: int) -> None:
-    """Prints the losses on both splits beside the entropy of their stories, which is the least there can be."""
+    """Prints the losses on both splits beside the entropy of their stories."""
     print(f"{'loss / entropy':26}{'nats per story':>18}{'nats per token':>20}{'bits per byte':>20}{'above':>12}")
     sizes = np.array([len(piece) for piece in corpus.tokenizer.pieces])
     for name, split in {"new stories": corpus.val, "held-out combinations": corpus.held_out}.items():
+        if not split:
+            continue
         values = grade(Loss(model), split, corpus, Machine("cpu", torch.float32, False), context, rows=16)
-        is_korean, n_bytes = odd_lines(split.tokens, corpus.tokenizer), sizes[split.tokens]
+        is_korean, n_bytes = korean_tokens(split.tokens, corpus.tokenizer), sizes[split.tokens]
         english, korean, knowing = (nats / split.n_documents for nats in split.floor)
-        print(name)
+        print(f"{name} ({knowing:.2f} nats per story would do for one who knows what is held out)")
         for title, nats, least, chosen in (
             ("English", values["english"], english, ~is_korean),
             ("Korean", values["korean"], korean, is_korean),
-            ("both", values["english"] + values["korean"], english + korean, is_korean | True),
+            ("both", values["english"] + values["korean"], english + korean, np.ones_like(is_korean)),
         ):
             print(f"  {title:24}{nats:9.2f} / {least:6.2f}", end="")
             for count in (chosen.sum(), n_bytes[chosen].sum() * math.log(2)):
                 scale = split.n_documents / count
                 print(f"{nats * scale:11.4f} / {least * scale:6.4f}", end="")
             print(f"{nats / least - 1:12.1%}" if least else f"{'–':>12}")
-    print(f"Knowing which combinations are held out, it would take {knowing:.2f} nats per story at the least.")
 
 
-def write(model: nn.Module, tokenizer: Tokenizer, n: int, seed: int) -> list[str]:
+def documents(corpus: Corpus, split: Split) -> list[np.ndarray]:
+    """The tokens of each document, its end included."""
+    tokens = np.asarray(split.tokens)
+    *found, _ = np.split(tokens, np.flatnonzero(tokens == corpus.tokenizer.end_id) + 1)  # nothing after the last
+    return found
+
+
+def write(model: nn.Module, tokenizer: Tokenizer, n: int, longest: int, seed: int) -> list[str]:
     """Stories of the model's own, with the settings that `sample.py` has by default."""
-    options = {"temperature": 0.8, "top_p": 0.95, "max_new_tokens": 400, "seed": seed}
+    options = {"temperature": 0.8, "top_p": 0.95, "max_new_tokens": longest, "seed": seed}
     rows = generate(model, [[]] * n, end_id=tokenizer.end_id, vocab_size=tokenizer.vocab_size, **options)
     return [tokenizer.decode(row) for row in rows]
-
-
-def training_texts(corpus: Corpus) -> set[str]:
-    """All stories that the model was trained on."""
-    tokens = np.asarray(corpus.train.tokens)
-    *documents, _ = np.split(tokens, np.flatnonzero(tokens == corpus.tokenizer.end_id) + 1)  # nothing after the last
-    return {corpus.tokenizer.decode(document.tolist()) for document in documents}
 
 
 def count_preferred(model: nn.Module, tokenizer: Tokenizer, n: int, seed: int) -> int:

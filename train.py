@@ -338,13 +338,13 @@ class Trainer:
 def grade(loss: Loss, split: Split, corpus: Corpus, machine: Machine, context: int, rows: int) -> dict[str, float]:
     """The loss over a split, `rows` windows of `context` tokens at a time: nats per token, bits per byte of text.
 
-    Where the entropy of the text is known, it is the "floor", in nats per token, and the nats of a document are also
-    told by language: its English and Korean lines take turns.
+    Where the entropy of the text under its grammar is known, it is the "floor", in nats per token, and the nats of a
+    document are also told by language.
     """
     tokens, n_bytes, n_targets, end_id = split.tokens, split.n_bytes, len(split.tokens), corpus.tokenizer.end_id
     if not corpus.documents:  # the first token is not a target
         n_bytes, n_targets, end_id = n_bytes - len(corpus.tokenizer.piece(int(tokens[0]))), n_targets - 1, None
-    is_korean = odd_lines(tokens, corpus.tokenizer) if split.floor else np.zeros(len(tokens), bool)
+    is_korean = korean_tokens(tokens, corpus.tokenizer) if split.floor else None
     nats = korean = 0.0
     was_training = loss.training
     loss.eval()  # the model in it too: no dropout, no label smoothing
@@ -352,7 +352,8 @@ def grade(loss: Loss, split: Split, corpus: Corpus, machine: Machine, context: i
         with machine.autocast():
             losses = loss(inputs.to(machine.device), targets.to(machine.device), "none").cpu()  # 0 where padded
         nats += losses.sum().item()
-        korean += losses[torch.from_numpy(is_korean[places.numpy()]).flatten()].sum().item()
+        if is_korean is not None:
+            korean += losses[torch.from_numpy(is_korean[places.numpy()]).flatten()].sum().item()
     loss.train(was_training)
     values = {"loss": nats / n_targets, "bits_per_byte": nats / math.log(2) / max(n_bytes, 1)}
     if split.floor:
@@ -361,8 +362,8 @@ def grade(loss: Loss, split: Split, corpus: Corpus, machine: Machine, context: i
     return values
 
 
-def odd_lines(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """For each token whether it stands in the second, fourth, ... line of its document, which has an even number."""
+def korean_tokens(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """For each token of some stories whether it stands in a Korean line: each second one, of an even number."""
     line_ends = np.array([piece.count(b"\n") for piece in tokenizer.pieces])
     line_ends[tokenizer.end_id] = 1
     ends = line_ends[tokens]
@@ -464,14 +465,14 @@ def evaluate(trainer: Trainer, log: Log) -> dict[str, float]:
     better = values["val_loss"] < state.best_loss
     if better:
         state.best_loss, state.best_step = values["val_loss"], state.step
-    for line in told(values, trainer.corpus, state.step, better):
+    for line in evaluation_lines(values, trainer.corpus, state.step, better):
         log.say(line)
     if trainer.config.log.sample_tokens:
         say(textwrap.indent(trainer.sample().strip(), "  | "))
     return values
 
 
-def told(values: dict[str, float], corpus: Corpus, step: int, better: bool) -> Iterator[str]:
+def evaluation_lines(values: dict[str, float], corpus: Corpus, step: int, better: bool) -> Iterator[str]:
     """What an evaluation found, in lines."""
     indent = " " * len(f"step {step:,} ")
     for name, title in {"val": "validation", "held_out": "held-out combinations"}.items():
@@ -493,7 +494,7 @@ def told(values: dict[str, float], corpus: Corpus, step: int, better: bool) -> I
                 f"nats per story: English {values[f'{name}_english']:.2f} (floor {english:.2f}), "
                 f"Korean {values[f'{name}_korean']:.2f} ({korean:.2f})"
             )
-            yield f"{indent}  {line}" + (f", {knowing:.2f} for one who knows what is held out" if name != "val" else "")
+            yield f"{indent}  {line}; {knowing:.2f} for one who knows what is held out"
 
 
 class Pace:

@@ -25,9 +25,17 @@ PARTICLES = {
     "이었다": ("이었다", "였다"),
     "이라는": ("이라는", "라는"),
 }
-PRONOUNS = {"it", "그것"}  # in plain text
+PRONOUNS = {"it", "그것", "자기"}  # in plain text
 # Forms of a role that stand for it, or agree with it, rather than name it.
-FORM_KINDS = {"he": "pronoun", "it": "pronoun", "그": "pronoun", "그것": "pronoun", "was": "verb", "is": "verb"}
+FORM_KINDS = {
+    "he": "pronoun",
+    "his": "pronoun",
+    "it": "pronoun",
+    "그": "pronoun",
+    "그것": "pronoun",
+    "was": "verb",
+    "is": "verb",
+}
 
 BAR = re.compile(r"^\|$", re.MULTILINE)  # between the alternatives of a beat
 
@@ -171,8 +179,8 @@ START = Reading((), {}, ("story",), 0.0)  # nothing read yet
 class Grammar:
     """The words and beats of a corpus, read from two tables of the form of the TOML files beside this one.
 
-    Raises ValueError for braces that neither name a role nor point to one, and for a sentence whose two languages name
-    different roles.
+    Raises ValueError for a mistake in the tables: a beat, role, form or target that is not there, a sentence whose two
+    languages name different roles, a combination to hold out of what is not a plot.
     """
 
     def __init__(self, words: dict, plots: dict):
@@ -182,6 +190,7 @@ class Grammar:
         self.held_out = {plot: roles.split(", ") for plot, roles in plots.get("held_out", {}).items()}
         beats = {name: BAR.split(plot) for name, plot in plots.items() if isinstance(plot, str)}
         self.beats = {name: [self._alternative(text) for text in beat] for name, beat in beats.items()}
+        self._check()
 
     def derive(self, draw: Draw) -> Story:
         """Draws a story."""
@@ -192,8 +201,10 @@ class Grammar:
         while agenda:
             item = agenda.pop()
             if isinstance(item, str):
-                combination = combination or self.held_out.get(item)
-                agenda.extend(reversed(draw.pick(self.beats[item])))
+                chosen = draw.pick(self.beats[item])
+                if item == "story":
+                    combination = self.held_out.get(chosen[0]) if chosen else None
+                agenda.extend(reversed(chosen))
                 continue
             for role in item.roles:
                 if role not in cast:
@@ -210,10 +221,11 @@ class Grammar:
     @cached_property
     def held_out_share(self) -> float:
         """The probability that a story is held out."""
-        plots = [alternative[0] for alternative in self.beats["story"]]
+        plots = [alternative[0] if alternative else None for alternative in self.beats["story"]]
         return sum(self._share(self.held_out[plot]) for plot in plots if plot in self.held_out) / len(plots)
 
     def _share(self, roles: Sequence[str]) -> float:
+        """Of the combinations of different words for three roles, all equally likely: how many are held out."""
         pools = [[(place, word.name) for place, word in enumerate(self._pool(role, {}))] for role in roles]
         combinations = [words for words in product(*pools) if len({name for _, name in words}) == len(words)]
         return sum(sum(place for place, _ in words) % 10 == 0 for words in combinations) / len(combinations)
@@ -248,12 +260,12 @@ class Grammar:
         """
         english = korean = 0.0
         readings, goes_on = [START], 1.0
-        for left, line in enumerate(story.english, 1 - len(story.english)):
+        for number, line in enumerate(story.english, 1):
             before, readings = readings, self.read(readings, line)
             english += math.log(goes_on * _total(before) / _total(readings))
             ends = [self._probability_to_end(reading.agenda) for reading in readings]
             goes_on = 1 - _total(readings, ends) / _total(readings)
-            korean -= math.log(goes_on if left else 1 - goes_on)
+            korean -= math.log(goes_on if number < len(story.english) else 1 - goes_on)
         return english, korean
 
     def _probability_to_end(self, agenda: Sequence[str | Sentence]) -> float:
@@ -272,7 +284,7 @@ class Grammar:
 
     def match(self, template: Sequence[str | Slot], line: str, cast: dict[str, Word]) -> Iterator[dict[str, Word]]:
         """Every cast, the given one with more roles filled, that makes a template this line."""
-        if skeleton(template).fullmatch(line):
+        if looks_like(line, template):
             for text in {line, line[0].lower() + line[1:]}:
                 yield from self._match(template, text, cast)
 
@@ -322,6 +334,25 @@ class Grammar:
         if source not in self._pools:
             self._pools[source] = tuple(word for name in source.split() for word in self.lists[name])
         return self._pools[source]
+
+    def _check(self) -> None:
+        """Raises ValueError for names in the plots that mean nothing."""
+        items = [item for alternatives in self.beats.values() for items in alternatives for item in items]
+        if unknown := {item for item in items if isinstance(item, str)} - self.beats.keys():
+            raise ValueError(f"there is no beat {min(unknown)}")
+        if strays := self.held_out.keys() - {items[0] for items in self.beats.get("story", []) if items}:
+            raise ValueError(f"[held_out] {min(strays)} is no plot: no alternative of story begins with it")
+        for templates in zip(
+            *[(item.english, item.korean) for item in items if isinstance(item, Sentence)], strict=True
+        ):
+            slots = [part for template in templates for part in template if isinstance(part, Slot)]
+            labels = {slot.label for slot in slots}
+            for slot in slots:
+                if slot.kind and slot.target not in labels:
+                    raise ValueError(f"{slot.target} is pointed to, and stands nowhere")
+                for word in self._pool(slot.role, {}) if slot.role else ():
+                    if slot.form not in word.forms:
+                        raise ValueError(f"{{{slot.role}:{slot.form}}}: {word.name} has no such form")
 
     def _alternative(self, text: str) -> tuple[str | Sentence, ...]:
         """Reads one alternative of a beat: "@name" calls another beat, other lines come in pairs."""
@@ -377,10 +408,15 @@ def render(template: Sequence[str | Slot], cast: dict[str, Word]) -> str:
     return text[0].upper() + text[1:]
 
 
+def looks_like(line: str, template: tuple[str | Slot, ...]) -> bool:
+    """Whether a line has the plain text of a template, with anything for its words and pronouns."""
+    return len(line) <= 200 and bool(skeleton(template).fullmatch(line))  # on long lines `.+` takes its time
+
+
 @cache
 def skeleton(template: tuple[str | Slot, ...]) -> re.Pattern:
-    """What every line of a template looks like: its plain text, with anything in the slots."""
-    return re.compile("".join(re.escape(p) if isinstance(p, str) else ".+" for p in template), re.IGNORECASE)
+    parts = [part if isinstance(part, str) else part.text if part.kind == "verb" else None for part in template]
+    return re.compile("".join(re.escape(part) if part else ".+" for part in parts), re.IGNORECASE)
 
 
 def annotate(templates: Sequence[Sequence[str | Slot]], cast: dict[str, Word], language: str) -> list[Span]:

@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -83,21 +84,31 @@ def prepare(config: DataConfig, pairs: bool = False, cache_dir: str | Path = CAC
     folder = Path(cache_dir) / f"{source.name}-{key}"
     damage = _damage(folder) if folder.exists() else "is not there"
     if damage is None:
-        _say(f"reusing {folder}")
+        fetched = source.identity.keys() & {"url", "hub"}
+        _say(f"reusing {folder}" + (", as it was fetched then (to fetch it anew, delete that)" if fetched else ""))
         return _open(folder)
     _say(f"preparing {config.source}" + (f" again, because {folder} {damage}" if folder.exists() else ""))
     if source.notice:
         _say(source.notice)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _clear_away(folder.parent)
         with tempfile.TemporaryDirectory(prefix=".preparing-", dir=folder.parent) as scratch:
             fresh = Path(scratch) / folder.name
             fresh.mkdir()
             _build(fresh, source, config, settings)
             _publish(fresh, folder)
     except OSError as error:
-        raise UserError(f"{folder} cannot be prepared: {error.strerror or error}") from None
+        raise UserError(f"{error.filename or folder} cannot be prepared: {error.strerror or error}") from None
     return _open(folder)
+
+
+def _clear_away(cache_dir: Path) -> None:
+    """Removes what preparations left that were killed more than a day ago."""
+    for scratch in cache_dir.glob(".preparing-*"):
+        with suppress(OSError):
+            if time.time() - scratch.stat().st_mtime > 24 * 3600:
+                shutil.rmtree(scratch)
 
 
 def _publish(fresh: Path, folder: Path) -> None:

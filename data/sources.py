@@ -83,6 +83,8 @@ def open_source(config: DataConfig, pairs: bool = False) -> Source:
         return Source("pydoc", {"pydoc": platform.python_version(), "modules": PYDOC_MODULES}, _pydoc)
     if kind == "hub":
         identity = {"hub": rest, "text_field": config.text_field, "max_tokens": config.max_tokens, "pairs": pairs}
+        if (folder := Path(rest.partition(":")[0])).is_dir():
+            identity["files"] = {path.name: checksum(path) for path in sorted(folder.rglob("*")) if path.is_file()}
         read = partial(_hub, rest, config.text_field, pairs)
         return Source(_slug(rest), identity, read, pairs=pairs, max_tokens=config.max_tokens)
     if kind in ("http", "https"):
@@ -108,14 +110,13 @@ def _normalise(text: str) -> str:
 
 def _stories(config: DataConfig) -> Source:
     def read() -> Iterator[Document]:
-        from data import stories
-
         for split, story in stories.draws(stories.SEED, config.val_fraction):
             yield Document(story.text, split, None if split == "train" else partial(stories.floor, split, story))
 
+    from data import stories
+
     # Neither the grammar's code nor its words may change unnoticed.
-    folder = Path(__file__).parent
-    files = {path.name: checksum(path) for path in [folder / "grammar.py", *sorted(folder.glob("stories*"))]}
+    files = {name: hashlib.sha256(data).hexdigest() for name, data in stories.files().items()}
     identity = {"stories": files, "max_tokens": config.max_tokens}
     return Source("stories", identity, read, max_tokens=config.max_tokens)
 
@@ -150,7 +151,7 @@ def _files(path: Path, field: str | None, pairs: bool) -> Source:
         if not os.access(file, os.R_OK):
             raise UserError(f"data.source = {file} may not be read by you")
     kinds = ["text" if file.suffix.lower() in TEXT_SUFFIXES else file.suffix.lower() for file in files]
-    if field and set(kinds) == {"text"}:
+    if field not in (None, "text") and set(kinds) == {"text"}:
         raise UserError(f"data.text_field = {field} needs rows with fields, and {path} holds plain text alone")
     name = _slug(path.resolve().name if path.is_dir() else path.stem)
     notice = f"leaving out {_empty_files(n_empty)}" if n_empty else ""
@@ -272,7 +273,7 @@ def _documents(rows: Rows, field: str | None, pairs: bool) -> Iterator[Document]
 
 def _find_field(where: str, row: dict) -> str:
     """The field called text, else the only one that holds any."""
-    names = [name for name, value in row.items() if isinstance(value, str)]
+    names = [name for name, value in row.items() if isinstance(value, str | None)]  # a null: here, and maybe not later
     if "text" in row:
         return "text"
     if len(names) == 1:

@@ -373,15 +373,15 @@ def test_stories_are_graded_one_by_one_and_by_language(story_corpus, context, ro
 def test_the_losses_on_stories_are_told_beside_their_floors(story_corpus):
     values = {"val_loss": 2.0, "val_bits_per_byte": 0.5, "val_floor": 1.0, "val_english": 9.0, "val_korean": 0.5}
     values |= {key.replace("val", "held_out"): value for key, value in values.items()}
-    lines = list(train.told(values, story_corpus, 1234, True))
+    lines = list(train.evaluation_lines(values, story_corpus, 1234, True))
     english, korean, _ = (nats / story_corpus.val.n_documents for nats in story_corpus.val.floor)
     assert lines[0] == (
         "step 1,234 · validation 2.0000 nats/token, 0.5000 bits/byte (floor 1.0000, 0.2500) · best so far"
     )
     expected = f"nats per story: English 9.00 (floor {english:.2f}), Korean 0.50 ({korean:.2f})"
-    assert lines[1].strip() == expected
-    knowing = story_corpus.held_out.floor[2] / story_corpus.held_out.n_documents
-    assert lines[3].endswith(f", {knowing:.2f} for one who knows what is held out")
+    assert lines[1].strip().startswith(expected)
+    for line, split in ((lines[1], story_corpus.val), (lines[3], story_corpus.held_out)):
+        assert line.endswith(f"; {split.floor[2] / split.n_documents:.2f} for one who knows what is held out")
     assert len(lines) == 4
 
 

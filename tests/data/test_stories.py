@@ -12,14 +12,13 @@ from itertools import islice, pairwise
 import pytest
 
 from data.grammar import START, Draw, Grammar, Slot, particle
-from data.stories import check, draws, floor, grammar, main, minimal_pairs, story, training_texts
+from data.stories import SEED, check, draws, floor, grammar, main, minimal_pairs, story
 
-PINNED = "44b21bd3c1d2772ad1464a135e052ab995b0ac28e84dedddba617e797995f173"
+PINNED = "92628944e122df610e6990e4c8acb05aad3c7979a2a620dd9020b9726b2d9f7b"
 # Lists whose words are not nouns.
 OTHERS = {"trait", "home", "village", "weather", "colour", "nature", "day", "weary", "unwell", "needy", "good", "glad"}
 OTHERS |= {
-    "road_trouble",
-    "water_trouble",
+    "trouble",
     "long_bulk",
     "round_bulk",
     "tight",
@@ -120,12 +119,12 @@ def test_training_never_sees_a_held_out_combination():
     seen = {"train": set(), "held_out": set()}
     for split in seen:
         for tale in found[split]:
-            match = re.match(r".*? \w+ ([\w ]+) came to an? ([\w ]+)\.", tale.english[0])
-            other = re.search(r"(\w+) was waiting on|to visit (\w+) on the other", tale.text)
-            if match and other:
-                seen[split].add((*match.groups(), other[1] or other[2]))
+            if " the other side." in tale.text:
+                seen[split].add(tuple(tale.cast[role].name for role in ("animal", "hero", "way")))
     assert len(seen["held_out"]) > 50
     assert not seen["train"] & seen["held_out"]
+    animals = [{animal for animal, *_ in combinations} for combinations in seen.values()]
+    assert animals[0] >= animals[1]  # all are met in other combinations
 
 
 def test_any_two_words_of_a_held_out_combination_are_trained_on_together():
@@ -266,11 +265,14 @@ def outcomes(tiny):
         tape[-1] += 1
 
 
+PETS = [f"{name}, 개" for name in ["cat", "dog", "ox", "hen", "pig", "ram", "cow", "fox", "owl", "ant"]]
+
+
 @pytest.fixture(scope="module")
 def tiny():
     words = {
         "roles": {"friend": "pet", "mood": "pet.mood"},
-        "pet": {"words": ["cat, 고양이", "dog, 개", "ox, 소"], "mood": "quiet"},
+        "pet": {"words": PETS, "mood": "quiet"},
         "quiet": {"words": ["calm, 차분했", "still, 조용했"]},
     }
     plots = {
@@ -285,7 +287,8 @@ def tiny():
 
 def test_probabilities_of_a_whole_grammar_sum_to_one(tiny):
     found = list(outcomes(tiny))
-    assert len(found) == 3 * 2 * 2 + 3 * 2 + 3 * 2 * (1 + 1 + 2) + 3 * 2
+    n = len(PETS)
+    assert len(found) == n * 2 * (n - 1) + n * (n - 1) + n * (n - 1) * (1 + 1 + 2) + n * 2
     assert sum(math.exp(tale.log_prob) for tale in found) == pytest.approx(1, abs=1e-12)
 
 
@@ -304,24 +307,24 @@ def test_derivations_are_found_by_brute_force(tiny):
 def test_the_nats_of_each_language_are_those_of_conditional_probabilities(tiny):
     """Against sums over all stories: P(line | lines before) and P(end or not | lines before)."""
     tales = list(outcomes(tiny))
-
-    def probability(lines, whole=False):
-        cut = None if whole else len(lines)
-        return sum(math.exp(tale.log_prob) for tale in tales if tale.english[:cut] == lines)
-
+    begun, whole = Counter(), Counter()  # probabilities of first lines, and of whole stories
+    for tale in tales:
+        whole[tale.english] += math.exp(tale.log_prob)
+        for n in range(len(tale.english) + 1):
+            begun[tale.english[:n]] += math.exp(tale.log_prob)
     for tale in tales:
         english = korean = 0.0
         for n in range(len(tale.english)):
             before, now = tale.english[:n], tale.english[: n + 1]
-            started = probability(before) - probability(before, whole=True)
-            english -= math.log(probability(now) / started)
-            ends = probability(now, whole=True) / probability(now)
+            english -= math.log(begun[now] / (begun[before] - whole[before]))
+            ends = whole[now] / begun[now]
             korean -= math.log(ends if n + 1 == len(tale.english) else 1 - ends)
         assert tiny.nats(tale) == pytest.approx((english, korean), abs=1e-9)
 
 
 def test_the_share_of_a_tiny_grammar(tiny):
     share = sum(math.exp(tale.log_prob) for tale in outcomes(tiny) if tale.held_out)
+    assert share > 0.01
     assert tiny.held_out_share == pytest.approx(share, abs=1e-12)
 
 
@@ -355,7 +358,7 @@ def test_spans_point_at_words(stories):
             source, target = lines[sentence][start:end], lines[target_sentence][target_start:target_end]
             seen[kind, language] += 1
             if kind == "pronoun":
-                assert source in {"it", "them", "he", "she", "그것", "그것들", "그", "그녀"}
+                assert source in {"it", "them", "he", "she", "his", "her", "그것", "그것들", "그", "그녀", "자기"}
                 assert target in known[language]
                 assert (target_sentence, target_end) < (sentence, start)
                 between = [*lines[target_sentence:sentence], lines[sentence][:start]]  # no later mention of it
@@ -406,8 +409,8 @@ def test_he_and_she_agree_with_the_name(stories):
     for tale in stories:
         for span, line, antecedent in pronouns(tale, "english"):
             pronoun = line[span.start : span.end]
-            if pronoun in ("he", "she"):
-                assert (pronoun == "she") == (antecedent in girls)
+            if pronoun in ("he", "she", "his", "her"):
+                assert (pronoun in ("she", "her")) == (antecedent in girls)
 
 
 def test_half_of_the_antecedents_are_not_the_nearest_noun(stories):
@@ -415,7 +418,8 @@ def test_half_of_the_antecedents_are_not_the_nearest_noun(stories):
     far = []
     for tale in stories:
         for span, line, antecedent in pronouns(tale, "english"):
-            far.append(noun.findall(line[: span.start])[-1] != antecedent)
+            if line[span.start : span.end] not in ("his", "her"):  # whose antecedent is always the subject
+                far.append(noun.findall(line[: span.start])[-1] != antecedent)
     assert len(far) > 1000
     assert sum(far) / len(far) == pytest.approx(0.5, abs=0.05)
 
@@ -442,7 +446,7 @@ def test_colour_tells_the_owner(stories):
     for tale in stories:
         text = "\n".join(tale.english)
         had = re.search(r"(\w+) had an? ([\w-]+) ([\w ]+), and (\w+) had an? ([\w-]+) one\.", text)
-        if had and " one of them was lost." in text:
+        if had and " one of the two things was lost." in text:
             hero, colour, thing, friend, other = had.groups()
             found = re.search(rf"found an? ({colour}|{other}) {thing} under", text)[1]
             assert f"gave the {thing} back to {hero if found == colour else friend}." in text
@@ -467,7 +471,7 @@ def test_things_are_found_where_they_were_put(stories):
         asked = re.search(r'"Where is the ([\w ]+)\?" \w+ asked \w+\. "(In|Under) the ([\w ]+)," said', text)
         if asked:
             thing, where, place = asked.groups()
-            assert re.search(rf"(put|hid) the {thing} {where.lower()} the {place}\.", text), text
+            assert re.search(rf"(put|hid) the {thing} {where.lower()} (the|his|her) {place}\.", text), text
             assert text.endswith(f"the {place} and found the {thing}.")
             checked += 1
     assert checked > 100
@@ -579,7 +583,7 @@ Mina was happy.
         # the other reading: valid sentences, wrong story
         (
             "So the fox rested first.\n그래서 여우는 먼저 쉬었다.",
-            "So the fox looked for a safe spot.\n그래서 여우는 안전한 곳을 찾아다녔다.",
+            "So the fox looked for a narrow spot.\n그래서 여우는 좁은 곳을 찾아다녔다.",
             {"valid stories", "right coreference"},
         ),
         ("because it was", "because she was", {"valid sentences", "right translations", "valid stories"}),
@@ -641,9 +645,10 @@ def test_command_prints_stories_on_any_console():
 
 
 def test_command_judges_what_it_printed(tmp_path, capsys):
-    own = "\n\n".join([*training_texts(3), CROSSING.replace("여우는 먼저", "여우은 먼저")])
+    texts = [tale.text for _, tale in islice(draws(SEED, 0.1), 3)]
+    own = "\n\n".join([*texts, CROSSING.replace("여우는 먼저", "여우은 먼저")])
     (tmp_path / "stories.txt").write_text(own + "\n\n\n", "utf-8")
-    main(["--check", str(tmp_path / "stories.txt"), "--training", "5"])
+    main(["--check", str(tmp_path / "stories.txt")])
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"valid stories +75.0%   3 of 4", lines[2])
     assert re.fullmatch(r"copied from the training text +75.0%   3 of 4", lines[-1])
@@ -668,7 +673,28 @@ def test_command_refuses_mistakes(arguments):
     assert len(done.stderr.splitlines()) <= 4
 
 
-@pytest.mark.parametrize("line", ["The {cat} ran.\n{cat:은} 뛰었다.", "The {pet} ran.\n개는 뛰었다.", "The {pet} ran."])
-def test_grammar_refuses_bad_sentences(line):
-    with pytest.raises(ValueError):
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("The {cat} ran.\n{cat:은} 뛰었다.", "names no role"),
+        ("The {pet} ran.\n개는 뛰었다.", "different roles"),
+        ("The {pet} ran.", "different roles"),
+        ("The {pet} {ran>cat}.\n{pet:은} 뛰었다.", "cat is pointed to"),
+        ("The {pet:plural} ran.\n{pet:은} 뛰었다.", "dog has no such form"),
+        ("@nowhere", "there is no beat nowhere"),
+    ],
+)
+def test_grammar_refuses_mistakes(line, message):
+    with pytest.raises(ValueError, match=message):
         Grammar({"pet": {"words": ["dog, 개"]}}, {"story": line})
+
+
+def test_grammar_refuses_to_hold_out_what_is_no_plot():
+    plots = {"story": "@walk", "walk": "The {pet} ran.\n{pet:은} 뛰었다.", "held_out": {"run": "pet, pet, pet"}}
+    with pytest.raises(ValueError, match="run is no plot"):
+        Grammar({"pet": {"words": ["dog, 개"]}}, plots)
+
+
+def test_long_lines_are_judged_at_once():
+    counts = check(["in return gave had the " * 400], ())
+    assert counts["valid sentences"] == (0, 2)
