@@ -25,7 +25,7 @@ PARTICLES = {
     "이었다": ("이었다", "였다"),
     "이라는": ("이라는", "라는"),
 }
-PRONOUNS = {"it", "그것", "자기"}  # in plain text
+PRONOUNS = {"it", "그것"}  # in plain text
 # Forms of a role that stand for it, or agree with it, rather than name it.
 FORM_KINDS = {
     "he": "pronoun",

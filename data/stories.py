@@ -137,7 +137,7 @@ def has_pronoun(line: str, meanings: Sequence[tuple[Sentence, dict[str, Word]]])
     if meanings:
         return any(pronouns(sentence) for sentence, _ in meanings)
     alike = any(pronouns(sentence) and looks_like(line, sentence.english) for sentence in sentences())
-    return alike and bool(re.search(r"\b(it|them|he|she|his|her)\b", line))
+    return alike and bool(re.search(r"\b(it|them|he|she)\b", line))
 
 
 def is_resolved(pairs: Sequence[tuple[str, str]]) -> bool:
