@@ -14,7 +14,7 @@ import pytest
 from data.grammar import START, Draw, Grammar, Slot, particle
 from data.stories import SEED, check, draws, floor, grammar, main, minimal_pairs, story
 
-PINNED = "92628944e122df610e6990e4c8acb05aad3c7979a2a620dd9020b9726b2d9f7b"
+PINNED = "7a9f492a888ff35fcf079343b4d4e67cc3f6ee6f3f28bd4a8f9318744943a296"
 # Lists whose words are not nouns.
 OTHERS = {"trait", "home", "village", "weather", "colour", "nature", "day", "weary", "unwell", "needy", "good", "glad"}
 OTHERS |= {
@@ -358,7 +358,7 @@ def test_spans_point_at_words(stories):
             source, target = lines[sentence][start:end], lines[target_sentence][target_start:target_end]
             seen[kind, language] += 1
             if kind == "pronoun":
-                assert source in {"it", "them", "he", "she", "his", "her", "그것", "그것들", "그", "그녀", "자기"}
+                assert source in {"it", "them", "he", "she", "그것", "그것들", "그", "그녀"}
                 assert target in known[language]
                 assert (target_sentence, target_end) < (sentence, start)
                 between = [*lines[target_sentence:sentence], lines[sentence][:start]]  # no later mention of it
@@ -409,8 +409,8 @@ def test_he_and_she_agree_with_the_name(stories):
     for tale in stories:
         for span, line, antecedent in pronouns(tale, "english"):
             pronoun = line[span.start : span.end]
-            if pronoun in ("he", "she", "his", "her"):
-                assert (pronoun in ("she", "her")) == (antecedent in girls)
+            if pronoun in ("he", "she"):
+                assert (pronoun == "she") == (antecedent in girls)
 
 
 def test_half_of_the_antecedents_are_not_the_nearest_noun(stories):
@@ -418,8 +418,7 @@ def test_half_of_the_antecedents_are_not_the_nearest_noun(stories):
     far = []
     for tale in stories:
         for span, line, antecedent in pronouns(tale, "english"):
-            if line[span.start : span.end] not in ("his", "her"):  # whose antecedent is always the subject
-                far.append(noun.findall(line[: span.start])[-1] != antecedent)
+            far.append(noun.findall(line[: span.start])[-1] != antecedent)
     assert len(far) > 1000
     assert sum(far) / len(far) == pytest.approx(0.5, abs=0.05)
 
@@ -471,7 +470,7 @@ def test_things_are_found_where_they_were_put(stories):
         asked = re.search(r'"Where is the ([\w ]+)\?" \w+ asked \w+\. "(In|Under) the ([\w ]+)," said', text)
         if asked:
             thing, where, place = asked.groups()
-            assert re.search(rf"(put|hid) the {thing} {where.lower()} (the|his|her) {place}\.", text), text
+            assert re.search(rf"(put|hid) the {thing} {where.lower()} the {place}\.", text), text
             assert text.endswith(f"the {place} and found the {thing}.")
             checked += 1
     assert checked > 100
