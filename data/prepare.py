@@ -97,6 +97,8 @@ def prepare(config: DataConfig, pairs: bool = False, cache_dir: str | Path = CAC
             fresh = Path(scratch) / folder.name
             fresh.mkdir()
             _build(fresh, source, config, settings)
+            if open_source(config, pairs).identity != source.identity:
+                raise UserError(f"data.source = {config.source} has changed while it was read; try again")
             _publish(fresh, folder)
     except OSError as error:
         raise UserError(f"{error.filename or folder} cannot be prepared: {error.strerror or error}") from None

@@ -194,11 +194,17 @@ def _in_folder(folder: Path, pairs: bool) -> tuple[list[Path], int]:
     hidden = {name for name in paths if any(part.startswith(".") for part in name.parts)}
     names = sorted(paths.keys() - hidden, key=Path.as_posix)
     files = [paths[name] for name in names if paths[name].is_file()]
-    full = [file for file in files if file.stat().st_size > 3 or file.read_bytes() not in (b"", codecs.BOM_UTF8)]
+    full = [file for file in files if not _is_empty(file)]
     if not full:
         lack = f"only {_empty_files(len(files))}" if files else f"no {_suffixes_or(pairs)} file"
         raise UserError(f"data.source = {folder} holds {lack}, so there is no text in it")
     return full, len(files) - len(full)
+
+
+def _is_empty(file: Path) -> bool:
+    """Whether there is nothing in it, or a byte-order mark alone."""
+    size = file.stat().st_size
+    return size == 0 or (size == 3 and os.access(file, os.R_OK) and file.read_bytes() == codecs.BOM_UTF8)
 
 
 def _suffixes_or(pairs: bool) -> str:
@@ -263,19 +269,23 @@ Rows = Iterable[tuple[str, dict]]  # where a row is, and its fields
 def _documents(rows: Rows, field: str | None, pairs: bool) -> Iterator[Document]:
     """The texts in a field of `rows`, found if it is not given, or in both fields of pairs. Rows without text do not
     count."""
-    fields = PAIR_FIELDS if pairs else (field,) if field else None
+    fields = chosen = PAIR_FIELDS if pairs else (field,) if field else ()
     for where, row in rows:
-        fields = fields or (_find_field(where, row),)
+        if not chosen and None in row.values() and not any(isinstance(value, str) for value in row.values()):
+            continue
+        if not chosen:  # in every row: where one has a null, another may have text
+            fields = (_find_field(where, row, *fields),)
         texts = [_text(where, row, name) for name in fields]
         if all(texts):
             yield from map(Document, texts)
 
 
-def _find_field(where: str, row: dict) -> str:
-    """The field called text, else the only one that holds any."""
-    names = [name for name, value in row.items() if isinstance(value, str | None)]  # a null: here, and maybe not later
-    if "text" in row:
+def _find_field(where: str, row: dict, before: str | None = None) -> str:
+    """The field called text, else the only one that holds any, here and in the rows before."""
+    if "text" in (before, *row):
         return "text"
+    names = [before] if before else []
+    names += [name for name, value in row.items() if isinstance(value, str) and name != before]
     if len(names) == 1:
         return names[0]
     if sorted(names) == sorted(PAIR_FIELDS):

@@ -30,7 +30,7 @@ def three_stories(monkeypatch):
             yield "train", SimpleNamespace(text="two 둘", floor=(2.0, 0.25))
             yield "val", SimpleNamespace(text="third story", floor=(4.0, 0.125))
 
-    stories = SimpleNamespace(SEED=0, draws=draws, floor=lambda split, story: (*story.floor, 1.0))
+    stories = SimpleNamespace(SEED=0, files=dict, draws=draws, floor=lambda split, story: (*story.floor, 1.0))
     monkeypatch.setattr(data, "stories", stories, raising=False)
 
 
@@ -115,7 +115,9 @@ def test_validation_is_spread_evenly_over_the_documents(prepare, documents, shar
     documents(*(Document(str(i)) for i in range(100)))
     corpus = prepare("pydoc", tokenizer="bytes", val_fraction=share)
     chosen = [int(text) for text in texts(corpus, corpus.val)]
-    assert chosen == [i for i in range(1, 100) if i == 1 or int((i - 1) * share) > int((i - 2) * share)]
+    gaps = np.diff(chosen)
+    assert chosen[0] == 1
+    assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
     assert len(chosen) == pytest.approx(100 * share, abs=1)
     assert texts(corpus, corpus.train) == [str(i) for i in range(100) if i not in chosen]
 

@@ -207,9 +207,16 @@ def test_the_field_that_holds_the_text_is_found_or_chosen(prepare, tmp_path, off
     where = f"{path}, {'line' if path.suffix == '.jsonl' else 'row'}"
     write_rows(path, {"title": "t", "text": "one\r\n\rtwo"} | number, {"title": "t", "text": None}, {"text": "\ufeffx"})
     assert read(path) == ["one\n\ntwo", "x"]
-    assert read(path, text_field="title") == ["t", "t"] if path.suffix == ".parquet" else True
+    if path.suffix == ".parquet":  # where each row has every field
+        assert read(path, text_field="title") == ["t", "t"]
+    else:
+        assert f"{where} 3 has no field title, only text" in refusal(read, path, text_field="title")
     assert "1 has no field body, only " in refusal(read, path, text_field="body")
     assert f"{where} 1 has no text in the field n but 1" in refusal(read, path, text_field="n")
+    write_rows(path, {"body": None}, {"body": "one"})
+    assert read(path) == ["one"]
+    write_rows(path, {"title": "t", "body": None}, {"title": None, "body": "one"})
+    assert f"{where} 2 has several fields that hold text (title, body): choose with" in refusal(read, path)
     write_rows(path, {"body": "one"} | number, {"body": ""} | number, {"body": "two"} | number)
     assert read(path) == ["one", "two"]
     corpus = prepare(path, tokenizer="bytes")
