@@ -286,7 +286,7 @@ class Grammar:
         """Every cast, the given one with more roles filled, that makes a template this line."""
         if looks_like(line, template):
             for text in {line, line[0].lower() + line[1:]}:
-                yield from self._match(template, text, cast)
+                yield from (found for found in self._match(template, text, cast) if render(template, found) == line)
 
     def _match(self, parts: Sequence[str | Slot], text: str, cast: dict[str, Word]) -> Iterator[dict[str, Word]]:
         if not parts:
@@ -410,7 +410,7 @@ def render(template: Sequence[str | Slot], cast: dict[str, Word]) -> str:
 
 def looks_like(line: str, template: tuple[str | Slot, ...]) -> bool:
     """Whether a line has the plain text of a template, with anything for its words and pronouns."""
-    return len(line) <= 200 and bool(skeleton(template).fullmatch(line))  # on long lines `.+` takes its time
+    return len(line) <= 100 and bool(skeleton(template).fullmatch(line))  # on long lines `.+` takes its time
 
 
 @cache

@@ -57,13 +57,18 @@ class Batches:
         return generator.permutation(grid % places)
 
 
+def document_ends(tokens: np.ndarray, end_id: int) -> np.ndarray:
+    """Where each document ends: (n_documents,)."""
+    blocks = range(0, len(tokens), BLOCK)
+    ends = np.concatenate([first + np.flatnonzero(tokens[first : first + BLOCK] == end_id) for first in blocks])
+    _release(tokens)
+    return ends
+
+
 def document_windows(tokens: np.ndarray, seq_len: int, end_id: int) -> np.ndarray:
     """Where windows start so that each document begins one, with the end of the document before it (of the first: the
     end of the last), and goes on in others every `seq_len` tokens."""
-    ends = np.concatenate(
-        [first + np.flatnonzero(tokens[first : first + BLOCK] == end_id) for first in range(0, len(tokens), BLOCK)]
-    )
-    _release(tokens)
+    ends = document_ends(tokens, end_id)
     begins = np.concatenate([[-1], ends[:-1]])
     counts = -(-(ends - begins) // seq_len)  # windows of each document
     firsts = np.repeat(begins, counts)
@@ -86,7 +91,7 @@ def validation_windows(
         lengths = np.minimum(seq_len, len(tokens) - 1 - starts)
     else:
         starts = document_windows(tokens, seq_len, end_id)
-        ends = np.flatnonzero(tokens == end_id)
+        ends = document_ends(tokens, end_id)
         lengths = np.minimum(seq_len, ends[np.searchsorted(ends, starts + 1)] - starts)
         order = np.argsort(lengths, kind="stable")
         starts, lengths = starts[order], lengths[order]

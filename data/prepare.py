@@ -109,7 +109,7 @@ def _clear_away(cache_dir: Path) -> None:
     """Removes what preparations left that were killed more than a day ago."""
     for scratch in cache_dir.glob(".preparing-*"):
         with suppress(OSError):
-            if time.time() - scratch.stat().st_mtime > 24 * 3600:
+            if time.time() - max(path.stat().st_mtime for path in (scratch, *scratch.rglob("*"))) > 24 * 3600:
                 shutil.rmtree(scratch)
 
 

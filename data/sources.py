@@ -32,7 +32,7 @@ BLOCK = 2**20  # bytes of a file that are read at a time
 PAIR_FIELDS = ("source", "target")
 PAIR_SOURCES = ".tsv (source, tab, target), or .jsonl, .parquet and hub:NAME with the fields source and target"
 ELSEWHERE = "; without a network, fetch the text elsewhere and give its path as data.source"
-MENDING = "save it as UTF-8, for example, if it is Latin-1, with iconv -f LATIN1 -t UTF-8"
+MENDING = "save it as UTF-8 with iconv -t UTF-8 -f CP949 (if it is Korean) or -f LATIN1 (Western European)"
 
 # The modules of the standard library that explain themselves at most length.
 PYDOC_MODULES = """
@@ -84,7 +84,9 @@ def open_source(config: DataConfig, pairs: bool = False) -> Source:
     if kind == "hub":
         identity = {"hub": rest, "text_field": config.text_field, "max_tokens": config.max_tokens, "pairs": pairs}
         if (folder := Path(rest.partition(":")[0])).is_dir():
-            identity["files"] = {path.name: checksum(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+            identity["files"] = {
+                os.fspath(path): checksum(path) for path in sorted(folder.rglob("*")) if path.is_file()
+            }
         read = partial(_hub, rest, config.text_field, pairs)
         return Source(_slug(rest), identity, read, pairs=pairs, max_tokens=config.max_tokens)
     if kind in ("http", "https"):

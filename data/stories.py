@@ -161,10 +161,9 @@ def judge_particles(line: str) -> Iterator[bool]:
     """For each particle after a noun of the grammar: whether it has the form that the noun asks for."""
     kinds = {form: kind for kind, forms in PARTICLES.items() for form in forms}
     for word in re.findall("[가-힣]+", line):
-        for form in kinds.keys() & {word[cut:] for cut in range(1, len(word))}:
-            noun = word.removesuffix(form)
-            if noun in nouns() and word not in nouns():
-                yield particle(noun, kinds[form]) == form
+        cuts = [cut for cut in range(1, len(word)) if word[:cut] in nouns() and word[cut:] in kinds]
+        if cuts and word not in nouns():  # the longest noun: 소라는 is 소라 and 는, not 소 and 라는
+            yield particle(word[: cuts[-1]], kinds[word[cuts[-1] :]]) == word[cuts[-1] :]
 
 
 def minimal_pairs(rng: random.Random) -> Iterator[tuple[str, str, str]]:
@@ -196,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.check is not None:
         stories = split_stories(Path(options.check))
-        tell(check(stories, {tale.text for _, tale in islice(draws(SEED, 0.01), CORPUS)}))
+        tell(check(stories, {tale.text for split, tale in islice(draws(SEED, 0.01), CORPUS) if split == "train"}))
     elif options.sample < 1:
         parser.error(f"--sample must be at least 1, not {options.sample}")
     else:
@@ -207,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def split_stories(path: Path) -> list[str]:
     """The stories in a file. Raises `UserError` if it cannot be read or holds none."""
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(f"--check {path} is not UTF-8") from None
     stories = [story.strip("\n") for story in re.split(r"\n\s*\n", text) if story.strip()]

@@ -129,4 +129,4 @@ def test_a_run_on_another_text_is_refused(tmp_path, monkeypatch, capsys):
     place.train()
     with pytest.raises(SystemExit):
         bench.main(["stories", "runs/tiny"])
-    assert "data.source = text.txt, and this measures stories" in capsys.readouterr().err
+    assert "data.source = text.txt; name a run on stories" in capsys.readouterr().err

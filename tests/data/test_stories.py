@@ -12,7 +12,7 @@ from itertools import islice, pairwise
 import pytest
 
 from data.grammar import START, Draw, Grammar, Slot, particle
-from data.stories import SEED, check, draws, floor, grammar, main, minimal_pairs, story
+from data.stories import SEED, check, draws, floor, grammar, judge_particles, main, minimal_pairs, story
 
 PINNED = "7a9f492a888ff35fcf079343b4d4e67cc3f6ee6f3f28bd4a8f9318744943a296"
 # Lists whose words are not nouns.
@@ -588,6 +588,7 @@ Mina was happy.
         ("because it was", "because she was", {"valid sentences", "right translations", "valid stories"}),
         ("그것은 너무 피곤했", "그것은 너무 졸렸", {"right translations", "valid stories"}),
         ("met Mina", "met Minho", {"right translations", "valid stories"}),
+        ("At noon", "at noon", {"valid sentences", "right translations", "valid stories"}),
         ("came to a road", "come to a road", {"valid sentences", "right translations", "valid stories"}),
         ("Mina was happy.\n미나는 행복했다.", "", {"valid stories"}),
         ("\n미나는 행복했다.", "", {"valid sentences", "right translations", "valid stories"}),
@@ -644,9 +645,9 @@ def test_command_prints_stories_on_any_console():
 
 
 def test_command_judges_what_it_printed(tmp_path, capsys):
-    texts = [tale.text for _, tale in islice(draws(SEED, 0.1), 3)]
+    texts = [tale.text for split, tale in islice(draws(SEED, 0.01), 9) if split == "train"][:3]
     own = "\n\n".join([*texts, CROSSING.replace("여우는 먼저", "여우은 먼저")])
-    (tmp_path / "stories.txt").write_text(own + "\n\n\n", "utf-8")
+    (tmp_path / "stories.txt").write_text(own + "\n\n\n", "utf-8-sig")
     main(["--check", str(tmp_path / "stories.txt")])
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"valid stories +75.0%   3 of 4", lines[2])
@@ -692,6 +693,10 @@ def test_grammar_refuses_to_hold_out_what_is_no_plot():
     plots = {"story": "@walk", "walk": "The {pet} ran.\n{pet:은} 뛰었다.", "held_out": {"run": "pet, pet, pet"}}
     with pytest.raises(ValueError, match="run is no plot"):
         Grammar({"pet": {"words": ["dog, 개"]}}, plots)
+
+
+def test_a_particle_is_judged_after_the_longest_noun():
+    assert list(judge_particles("소라는 소는 소라은 소은")) == [True, True, False, False]  # 소라 is a name, 소 a cow
 
 
 def test_long_lines_are_judged_at_once():
