@@ -30,7 +30,7 @@ def stories(run: Path, checkpoint: str, n_stories: int, n_pairs: int, seed: int)
     """Prints all that the stories corpus can tell about a run."""
     model, tokenizer, config = load_model(run, checkpoint)
     if config.data.source != "stories" or config.model.kind != "decoder":
-        raise UserError(f"{run} was trained on data.source = {config.data.source}; name a run on stories: bench.py stories RUN")
+        raise UserError(f"{run} was trained on data.source = {config.data.source}; name a run on stories")
     corpus = prepare(config.data)
     _, _, state = read_checkpoint(checkpoints(run)[-1], optimizer=False)
     if state["corpus"] != corpus.key:
