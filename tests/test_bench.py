@@ -130,3 +130,11 @@ def test_a_run_on_another_text_is_refused(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         bench.main(["stories", "runs/tiny"])
     assert "data.source = text.txt; name a run on stories" in capsys.readouterr().err
+
+
+def test_a_run_on_other_stories_is_refused(run, monkeypatch, capsys):
+    monkeypatch.chdir(run.parents[1])
+    monkeypatch.setattr(bench, "read_checkpoint", lambda *_, **__: ({}, {}, {"corpus": "of other words"}))
+    with pytest.raises(SystemExit):
+        bench.main(["stories", str(run)])
+    assert "was trained on other stories than there are now" in capsys.readouterr().err

@@ -394,3 +394,28 @@ def test_a_changed_description_is_noticed(prepare, capsys, old, new):
     assert again.train.tokens.tolist() == expected
     assert again.val.n_bytes == corpus.val.n_bytes
     assert "is damaged" in capsys.readouterr().err
+
+
+def test_a_source_that_changes_while_it_is_read_is_refused(prepare, tmp_path, monkeypatch):
+    path, survey = tmp_path / "text.txt", module._survey
+
+    def late(*arguments):
+        path.write_bytes(b"other words " * 50)
+        return survey(*arguments)
+
+    path.write_bytes(TEXT.encode())
+    monkeypatch.setattr(module, "_survey", late)
+    assert f"data.source = {path} has changed while it was read; try again" in refusal(prepare, path)
+    assert not any((tmp_path / "cache").iterdir())
+
+
+def test_what_killed_preparations_left_is_cleared_away_a_day_later(prepare, tmp_path):
+    old, new = (tmp_path / "cache" / f".preparing-{age}" for age in ("old", "new"))
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+        (folder / "train.bin").touch()
+    for path in (old / "train.bin", old):
+        os.utime(path, (0, 0))
+    prepare(TEXT.encode())
+    assert not old.exists()
+    assert new.exists()
