@@ -439,3 +439,15 @@ def test_what_has_no_pairs_is_refused(prepare, tmp_path):
     assert "fields source and target" in refusal(prepare, path, pairs=True, text_field="text")
     (tmp_path / "pairs.tsv").write_text("a\tb\n")
     assert "too few pairs (1)" in refusal(prepare, tmp_path / "pairs.tsv", pairs=True)
+
+
+def test_every_file_of_a_local_dataset_counts(prepare, tmp_path, offline):
+    """Also where several have the same name, each in a folder of its own."""
+    folder = tmp_path / "dataset"
+    for split in ("train", "validation"):
+        (folder / split).mkdir(parents=True)
+        write_rows(folder / split / "data.jsonl", {"text": "one"}, {"text": "two"})
+    before = prepare(f"hub:{folder}", tokenizer="bytes")
+    write_rows(folder / "train" / "data.jsonl", {"text": "six"}, {"text": "ten"})
+    after = prepare(f"hub:{folder}", tokenizer="bytes")
+    assert (texts(before, before.train), texts(after, after.train)) == (["one"], ["six"])
