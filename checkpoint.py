@@ -1,7 +1,7 @@
 """A run on disk: written whole or not at all, checked when read, and loaded without executing anything.
 
 RUN/config.toml              what was asked, model and tokenizer resolved
-RUN/tokenizer/               what turns text into its ids
+RUN/tokenizer/               what turns text into its ids (RUN/source_tokenizer/: sources, if they have their own)
 RUN/metrics.jsonl, loss.png  what was measured
 RUN/step-NNNNNN/             weights.safetensors, state.safetensors (optimizer, by parameter name), state.json
 RUN/best, RUN/last           links to such folders
@@ -191,3 +191,10 @@ def load_model(run: str | Path, checkpoint: str = "best") -> tuple[Decoder | Enc
     model = build_model(config.model)
     load_weights(model, weights, folder.resolve())
     return model.eval(), load_tokenizer(run / "tokenizer"), config
+
+
+def load_source_tokenizer(run: str | Path, config: Config) -> Tokenizer:
+    """What turns an encoder-decoder's sources into ids: the run's tokenizer, unless they have their own."""
+    return load_tokenizer(
+        find_run(run) / ("tokenizer" if config.model.source_vocab_size is None else "source_tokenizer")
+    )

@@ -155,7 +155,8 @@ class Stack(nn.Module):
     def __init__(self, config: ModelConfig, n_layer: int, causal: bool, cross: bool = False):
         super().__init__()
         self.config, self.causal = config, causal
-        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        own = None if causal else config.source_vocab_size  # an encoder may read another vocabulary than the decoder
+        self.embed = nn.Embedding(own or config.vocab_size, config.d_model)
         if config.position == "learned":
             self.position = nn.Embedding(config.max_seq_len, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
@@ -209,7 +210,8 @@ class Stack(nn.Module):
         return rotary_angles(pos, self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
 
     def init_weights(self) -> None:
-        """Embeddings and matrices N(0, 0.02), those that write to the residual stream smaller by sqrt(2 layers).
+        """Pre-norm: embeddings and matrices N(0, 0.02), those that write to the residual stream smaller by
+        sqrt(2 layers) (GPT-2). Post-norm: matrices N(0, sqrt(2 / (inputs + outputs))) instead (Glorot, Bengio, 2010).
 
         With sinusoidal positions the embedding is N(0, 1/sqrt(d_model)), which the forward pass scales to one.
         """
@@ -220,6 +222,8 @@ class Stack(nn.Module):
                 nn.init.ones_(parameter)
             elif name == "embed.weight" and self.config.position == "sinusoidal":
                 nn.init.normal_(parameter, std=self.config.d_model**-0.5)
+            elif name.endswith("_proj.weight") and self.config.norm_position == "post":
+                nn.init.xavier_normal_(parameter)
             else:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * len(self.blocks)) if residual else 0.02)
@@ -240,7 +244,7 @@ def _memory_keys_values(block: Block, layer: int, memory: Memory, cache: KVCache
 
 
 class LanguageModel(nn.Module):
-    """What both models share: a head over the vocabulary, tied to the embedding of every stack or not."""
+    """What both models share: a head over the vocabulary, tied to the embedding of each stack that reads it, or not."""
 
     def __init__(self, config: ModelConfig, **stacks: Stack):
         super().__init__()
@@ -255,7 +259,8 @@ class LanguageModel(nn.Module):
 
     def tie_weights(self) -> None:
         for stack in self.stacks() if self.config.tie_embeddings else ():
-            stack.embed.weight = self.lm_head.weight
+            if stack.causal or self.config.source_vocab_size is None:
+                stack.embed.weight = self.lm_head.weight
 
     def init_weights(self) -> None:
         self.tie_weights()  # a model that was built on the meta device has lost it

@@ -90,7 +90,7 @@ if __name__ == "__main__":  # --help and mistakes are answered before torch take
 import torch
 from torch import Tensor
 
-from checkpoint import find_run, load_model
+from checkpoint import find_run, load_model, load_source_tokenizer
 from data.tokenizer import StreamDecoder, Tokenizer
 from model import Decoder, EncoderDecoder, KVCache, Memory
 
@@ -283,7 +283,7 @@ def _check(temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens)
 def _starts(model, prompts, end_id: int | None) -> tuple[list[list[int]], Memory | None]:
     """What the decoder reads first, and the encoded sources of an encoder-decoder."""
     prompts = [list(prompt) or ([] if end_id is None else [end_id]) for prompt in prompts]
-    vocab_size = model.config.vocab_size
+    vocab_size = model.config.source_vocab_size or model.config.vocab_size
     if strange := [id for prompt in prompts for id in prompt if not 0 <= id < vocab_size]:
         raise ValueError(f"id {strange[0]} is not one of the model's {vocab_size}")
     if not all(prompts) or (end_id is None and isinstance(model, EncoderDecoder)):
@@ -361,8 +361,13 @@ def main(options: argparse.Namespace) -> None:
     run = find_run(options.run)
     model, tokenizer, config = load_model(run, options.checkpoint)
     model.to(_device(options.device), getattr(torch, options.dtype))
+    translating = config.model.kind == "encoder_decoder"
     prompts = read_prompts(options, config.model.kind)
-    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    if translating:  # sources are read with their end, as in training
+        source_tokenizer = load_source_tokenizer(run, config)
+        ids = [[*source_tokenizer.encode(prompt), source_tokenizer.end_id] for prompt in prompts]
+    else:
+        ids = [tokenizer.encode(prompt) for prompt in prompts]
     settings = {
         name: getattr(options, name)
         for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -379,8 +384,11 @@ def main(options: argparse.Namespace) -> None:
             **settings,
         )
         trained = math.inf if config.model.position == "learned" else config.model.max_seq_len
-        events = note_length(events, [len(prompt) or 1 for prompt in ids], trained)
-        (print_jsonl if options.format == "jsonl" else print_text)(events, prompts, tokenizer, options.stop)
+        events = note_length(events, [1 if translating else len(prompt) or 1 for prompt in ids], trained)
+        if options.format == "jsonl":
+            print_jsonl(events, prompts, tokenizer, options.stop)
+        else:
+            print_text(events, [""] * len(prompts) if translating else prompts, tokenizer, options.stop, translating)
     except ValueError as error:  # a setting, or a prompt, that this model cannot take
         raise UserError(str(error)) from None
     except RuntimeError as error:  # torch has no class of its own for this on a CPU
@@ -426,8 +434,11 @@ def note_length(events: Iterator[Event], lengths: list[int], trained: int) -> It
         yield event
 
 
-def print_text(events: Iterator[Event], prompts: list[str], tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-    """The samples one after another, a blank line between them: the first as it comes, the others in their turn."""
+def print_text(
+    events: Iterator[Event], prompts: list[str], tokenizer: Tokenizer, stops: Sequence[str], tight: bool = False
+) -> None:
+    """The samples one after another, a blank line between them unless `tight`: the first as it comes, the others in
+    their turn."""
     texts, waiting, done = [Text(tokenizer, stops) for _ in prompts], list(prompts), [False] * len(prompts)
     turn = 0
     for row, id, _, reason in events:
@@ -439,7 +450,7 @@ def print_text(events: Iterator[Event], prompts: list[str], tokenizer: Tokenizer
             if not done[turn]:
                 break
             turn += 1
-            if turn < len(prompts):
+            if turn < len(prompts) and not tight:
                 print()
 
 

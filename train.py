@@ -87,13 +87,15 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from checkpoint import Tensors, checkpoints, link, load_optimizer, load_weights, read_checkpoint, save_checkpoint
-from data.loader import IGNORE, Batches, check_ids, check_length, validation_windows
+from config.schema import ModelConfig
+from data.loader import IGNORE, Batches, PairBatches, Pairs, check_ids, check_length, validation_windows
 from data.prepare import Corpus, Split, prepare
 from data.tokenizer import Tokenizer
 from model import build_model
 from optim import build_optimizer, learning_rate, set_learning_rate
 from plots import loss_curve
 from sample import generate
+from translation import compare, translate
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -166,6 +168,10 @@ def choose_compile(config: Config, device: str, asked: str) -> tuple[bool, str]:
     return False, "not compiled: not worth its half minute on this device (--train.compile on)"
 
 
+TRANSLATED = 1000  # pairs of a split that are translated at each evaluation
+SHOWN = 4  # of these are shown
+
+
 class Loss(nn.Module):
     """The model and its loss in one module: what wraps it, compilation or many processes, sees one forward."""
 
@@ -173,11 +179,12 @@ class Loss(nn.Module):
         super().__init__()
         self.model, self.label_smoothing = model, label_smoothing
 
-    def forward(self, inputs: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
-        """Inputs and targets (B, T) -> the cross entropy in nats, float32, of all targets but IGNORE: their sum, or
-        with reduction "none" each (B * T,)."""
+    def forward(self, *batch: Tensor, reduction: str = "sum") -> Tensor:
+        """What the model takes, then targets (B, T) -> the cross entropy in nats, float32, of all targets but IGNORE:
+        their sum, or with reduction "none" each (B * T,)."""
+        *inputs, targets = batch
         return F.cross_entropy(
-            self.model(inputs).flatten(0, 1).float(),
+            self.model(*inputs).flatten(0, 1).float(),
             targets.flatten(),
             ignore_index=IGNORE,
             reduction=reduction,
@@ -208,13 +215,15 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(machine.device, enabled=machine.dtype == torch.float16)
         self.loss = Loss(self.model, config.optim.label_smoothing)
         self.training_loss = torch.compile(self.loss) if machine.compile else self.loss
-        self.batches = Batches(
-            corpus.train.tokens,
-            config.model.max_seq_len,
-            config.train.batch_size,
-            config.train.seed,
-            end_id=corpus.tokenizer.end_id if corpus.documents else None,
-        )
+        splits = {"train": corpus.train, "val": corpus.val, "held_out": corpus.held_out}
+        self.splits = {name: split for name, split in splits.items() if split}
+        size, seed, context = config.train.batch_size, config.train.seed, config.model.max_seq_len
+        if corpus.pairs:
+            self.pairs = {name: pairs_of(split, corpus, context) for name, split in self.splits.items()}
+            self.batches = PairBatches(self.pairs["train"], size, seed)
+        else:
+            end_id = corpus.tokenizer.end_id if corpus.documents else None
+            self.batches = Batches(corpus.train.tokens, context, size, seed, end_id)
         self.state, self.pace = State(), Pace()
 
     def step(self) -> dict[str, float]:
@@ -222,14 +231,14 @@ class Trainer:
         train, state = self.config.train, self.state
         rate = learning_rate(self.config.optim, state.step, self.planned_steps())
         set_learning_rate(self.optimizer, rate)
-        inputs, targets = self.batches.batch(state.step)
-        n_target = int((targets != IGNORE).sum())
-        inputs, targets = inputs.to(self.machine.device), targets.to(self.machine.device)
+        batch = self.batches.batch(state.step)
+        n_target = int((batch[-1] != IGNORE).sum())
+        batch = [tensor.to(self.machine.device) for tensor in batch]
         size, total = train.micro_batch_size or train.batch_size, torch.zeros((), device=self.machine.device)
         for first in range(0, train.batch_size, size):
             seed_everything(train.seed, state.step, first // size)  # dropout needs no saved state
             with self.machine.autocast():
-                loss = self.training_loss(inputs[first : first + size], targets[first : first + size])
+                loss = self.training_loss(*(tensor[first : first + size] for tensor in batch))
             self.scaler.scale(loss / max(n_target, 1)).backward()
             total += loss.detach()
         nats = total.item()
@@ -262,20 +271,30 @@ class Trainer:
         return min(self.config.train.steps, state.step + left)
 
     def evaluate(self) -> dict[str, float]:
-        """The loss over the whole validation split, and over the held-out combinations where the corpus has them."""
+        """The loss over the whole validation split, and over the held-out combinations where the corpus has them; of
+        pairs also how well the first of each split are translated."""
         train, context = self.config.train, self.config.model.max_seq_len
         rows = train.micro_batch_size or max(train.batch_size, 4096 // context)  # many short windows at a time: faster
-        splits = {"val": self.corpus.val, "held_out": self.corpus.held_out}
-        grades = {
-            name: grade(self.loss, split, self.corpus, self.machine, context, rows)
-            for name, split in splits.items()
-            if split
-        }
+        grades = {}
+        for name in [name for name in self.splits if name != "train"]:
+            if self.corpus.pairs:
+                grades[name] = grade_pairs(self.loss, self.pairs[name], self.machine, rows)
+                grades[name] |= compare(*translate(self.model, self.pairs[name], self.corpus.tokenizer, TRANSLATED))
+            else:
+                grades[name] = grade(self.loss, self.splits[name], self.corpus, self.machine, context, rows)
         return {f"{name}_{key}": value for name, values in grades.items() for key, value in values.items()}
 
     def sample(self) -> str:
-        """A few words of the model's own, from the start token."""
+        """A few words of the model's own, from the start token; of pairs some translations, and what is right."""
         tokenizer = self.corpus.tokenizer
+        if self.corpus.pairs:
+            pairs = self.pairs.get("held_out", self.pairs["val"])
+            shown = enumerate(zip(*translate(self.model, pairs, tokenizer, SHOWN), strict=True))
+            sources = [self.corpus.source_tokenizer.decode(pairs.source(row)) for row in range(SHOWN)]
+            return "\n".join(
+                f"{sources[row]} → {text}" + ("" if text == right else f"  (right: {right})")
+                for row, (text, right) in shown
+            )
         (ids,) = generate(
             self.model,
             [[]],
@@ -350,7 +369,7 @@ def grade(loss: Loss, split: Split, corpus: Corpus, machine: Machine, context: i
     loss.eval()  # the model in it too: no dropout, no label smoothing
     for inputs, targets, places in validation_windows(tokens, context, rows, end_id):
         with machine.autocast():
-            losses = loss(inputs.to(machine.device), targets.to(machine.device), "none").cpu()  # 0 where padded
+            losses = loss(inputs.to(machine.device), targets.to(machine.device), reduction="none").cpu()  # 0 if padded
         nats += losses.sum().item()
         if is_korean is not None:
             korean += losses[torch.from_numpy(is_korean[places.numpy()]).flatten()].sum().item()
@@ -360,6 +379,28 @@ def grade(loss: Loss, split: Split, corpus: Corpus, machine: Machine, context: i
         values["floor"] = sum(split.floor[:2]) / n_targets
         values["english"], values["korean"] = (nats - korean) / split.n_documents, korean / split.n_documents
     return values
+
+
+@torch.no_grad()
+def grade_pairs(loss: Loss, pairs: Pairs, machine: Machine, rows: int) -> dict[str, float]:
+    """The loss over the targets of a split, `rows` pairs at a time, in nats per token."""
+    nats, n_targets = 0.0, 0
+    was_training = loss.training
+    loss.eval()
+    order = pairs.by_length()
+    for first in range(0, len(order), rows):
+        batch = [tensor.to(machine.device) for tensor in pairs.batch(order[first : first + rows])]
+        with machine.autocast():
+            nats += loss(*batch).item()
+        n_targets += int((batch[-1] != IGNORE).sum())
+    loss.train(was_training)
+    return {"loss": nats / n_targets}
+
+
+def pairs_of(split: Split, corpus: Corpus, context: int) -> Pairs:
+    """The pairs of a split that fit into the context. Raises `UserError` if there are none."""
+    end_ids = corpus.source_tokenizer.end_id, corpus.tokenizer.end_id
+    return Pairs(split.sources, split.tokens, *end_ids, context)
 
 
 def korean_tokens(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
@@ -410,7 +451,7 @@ class Log:
 
     def progress(self, values: dict[str, float]) -> None:
         trainer, step, steps = self.trainer, self.trainer.state.step, self.trainer.planned_steps()
-        tokens = trainer.config.train.batch_size * trainer.config.model.max_seq_len
+        tokens = trainer.state.tokens / step  # of a step, on average: batches of pairs differ
         line = (
             f"step {step:,}/{steps:,} · loss {values['loss']:.4f} · {tokens / trainer.pace.seconds:,.0f} tokens/s · "
             f"{duration(trainer.pace.seconds * (steps - step))} left"
@@ -479,8 +520,14 @@ def evaluation_lines(values: dict[str, float], corpus: Corpus, step: int, better
         split = getattr(corpus, name)
         if not split:
             continue
-        loss, bits = values[f"{name}_loss"], values[f"{name}_bits_per_byte"]
-        line = f"{title} {loss:.4f} nats/token, {bits:.4f} bits/byte"
+        loss = values[f"{name}_loss"]
+        line = f"{title} {loss:.4f} nats/token"
+        if corpus.pairs:
+            exact, chrf, bleu = (values[f"{name}_{key}"] for key in ("exact", "chrf", "bleu"))
+            line += f", {exact:.1%} exactly right, chrF {chrf:.1f}, BLEU {bleu:.1f}"
+        else:
+            bits = values[f"{name}_bits_per_byte"]
+            line += f", {bits:.4f} bits/byte"
         if split.floor:
             floor = values[f"{name}_floor"]
             line += f" (floor {floor:.4f}, {bits * floor / loss:.4f})"
@@ -582,14 +629,37 @@ def describe(config: Config, model: nn.Module, corpus: Corpus, batches: Batches,
         say(textwrap.fill(f"{section}: {shown}", 118, subsequent_indent="  ", break_long_words=False))
     steps, passes = config.train.steps, batches.passes(config.train.steps)
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters; run folder {run}")
+    if corpus.pairs:
+        what, (n_train, n_val) = "pairs", (split.n_documents for split in (corpus.train, corpus.val))
+    else:
+        what, (n_train, n_val) = "tokens", (len(split.tokens) for split in (corpus.train, corpus.val))
+    size = f"{config.train.batch_size}" + (f" x {config.model.max_seq_len}" if what == "tokens" else "")
     say(
-        f"{steps:,} steps of {config.train.batch_size} x {config.model.max_seq_len} tokens = {passes:.1f} passes over "
-        f"{len(corpus.train.tokens):,} training tokens; validation on {len(corpus.val.tokens):,}"
+        f"{steps:,} steps of {size} {what} = {passes:.1f} passes over {n_train:,} training {what}; "
+        f"validation on {n_val:,}"
     )
+    if corpus.pairs and (n_left_out := batches.pairs.n_left_out):
+        say(f"note: {n_left_out:,} of the training pairs are longer than model.max_seq_len and are left out")
     if passes > 10:
         say(
             "note: more than about ten passes; expect the model to learn its text by heart, and use the best checkpoint"
         )
+
+
+def resolve_model(model: ModelConfig, corpus: Corpus) -> ModelConfig:
+    """The model's options with the vocabularies of the corpus. Raises `UserError` where one is too small for it."""
+    own = corpus.pairs and corpus.source_tokenizer is not corpus.tokenizer  # the sources' tokenizer is another
+    if model.source_vocab_size is not None and not own:
+        raise ConfigError(
+            f"model.source_vocab_size = {model.source_vocab_size} needs a data.target_tokenizer: without one, sources "
+            f"and targets share one tokenizer and one model.vocab_size"
+        )
+    model = model.resolve(corpus.tokenizer.vocab_size, corpus.source_tokenizer.vocab_size if own else None)
+    largest_id = max(corpus.largest_id, corpus.tokenizer.end_id)
+    if own:
+        check_ids(max(corpus.largest_source_id, corpus.source_tokenizer.end_id), model.source_vocab_size, "source_")
+    check_ids(largest_id if own else max(largest_id, corpus.largest_source_id), model.vocab_size)
+    return model
 
 
 def as_before(config: Config, state: dict) -> Config:
@@ -634,22 +704,22 @@ def run(request: Request) -> None:
     keep_freed_memory()
     if request.resume is None and config.train.run_dir is not None:
         check_free(Path(config.train.run_dir))
-    if config.model.kind == "encoder_decoder":
-        raise ConfigError("model.kind = encoder_decoder needs pairs to train on, and no data.source gives them yet")
     wandb = import_wandb(config)
-    corpus = prepare(config.data)
+    corpus = prepare(config.data, pairs=config.model.kind == "encoder_decoder")
     saved = request.resume and newest_checkpoint(request.resume)
     if saved and saved[-1]["corpus"] != corpus.key:
         raise UserError(
             f"data.source = {config.data.source} is another text than {request.resume} was trained on; "
             f"give that text, or start a new run"
         )
-    largest_id = max(corpus.largest_id, corpus.tokenizer.end_id)
-    check_ids(largest_id, config.model.vocab_size or corpus.tokenizer.vocab_size)
-    config = config.model_copy(update={"model": config.model.resolve(corpus.tokenizer.vocab_size)})
+    config = config.model_copy(update={"model": resolve_model(config.model, corpus)})
     machine = choose_machine(as_before(config, saved[-1]), "as before") if saved else choose_machine(config)
-    for split in ("train",) if corpus.documents else ("train", "val"):
-        check_length(getattr(corpus, split).tokens, config.model.max_seq_len, split)
+    for name in ("train", "val"):
+        split = getattr(corpus, name)
+        if corpus.pairs:
+            pairs_of(split, corpus, config.model.max_seq_len)
+        elif name == "train" or not corpus.documents:
+            check_length(split.tokens, config.model.max_seq_len, name)
     if saved and saved[-1]["step"] > config.train.steps:
         raise ConfigError(f"train.steps = {config.train.steps}: the run is at step {saved[-1]['step']} already")
     folder = request.resume or new_run(config, request.name)
@@ -663,6 +733,8 @@ def run(request: Request) -> None:
         say(f"going on with {folder} from step {trainer.state.step}")
     else:
         corpus.tokenizer.save(folder / "tokenizer")
+        if config.model.source_vocab_size is not None:
+            corpus.source_tokenizer.save(folder / "source_tokenizer")
         (folder / "metrics.jsonl").write_bytes(b"")
     describe(config, trainer.model, corpus, trainer.batches, folder)
     log = Log(trainer, start_wandb(wandb, config, folder))

@@ -79,12 +79,19 @@ class RopeScaling(Section):
 class ModelConfig(Section):
     """The shape of the network. The defaults are Llama's choices at the size of a laptop."""
 
-    NEEDS = {"rope_theta": ("position", {"rope"}), "n_encoder_layer": ("kind", {"encoder_decoder"})}
+    NEEDS = {
+        "rope_theta": ("position", {"rope"}),
+        "n_encoder_layer": ("kind", {"encoder_decoder"}),
+        "source_vocab_size": ("kind", {"encoder_decoder"}),
+    }
 
     kind: Literal["decoder", "encoder_decoder"] = "decoder"
     """decoder (a GPT) or encoder_decoder (the Transformer of 2017)."""
     vocab_size: PositiveInt | None = None
     """Rows of the embedding. Omitted: the tokenizer's."""
+    source_vocab_size: PositiveInt | None = None
+    """Rows of the encoder's embedding, where data.target_tokenizer gives the two sides a tokenizer each. Omitted: the
+    source tokenizer's."""
     max_seq_len: PositiveInt = 256
     """The training context, in tokens. Only learned positions end there."""
     n_layer: PositiveInt = 6
@@ -102,7 +109,8 @@ class ModelConfig(Section):
     d_ff: PositiveInt | None = None
     """Width of the feed-forward. Omitted: 4 d_model; for swiglu 8/3 d_model, rounded up to a multiple of 32."""
     window: PositiveInt | None = None
-    """Sliding window: a token sees itself and the window - 1 before it. Omitted: everything before it."""
+    """Sliding window: a token sees itself and the window - 1 before it (an encoder, and who looks at it, sees all).
+    Omitted: everything before it."""
     position: Literal["sinusoidal", "learned", "rope", "none"] = "rope"
     """How a token knows its place: sinusoidal (2017, added), learned (GPT-2), rope (rotary), none."""
     rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10000.0
@@ -147,18 +155,16 @@ class ModelConfig(Section):
             raise ValueError(
                 f"rope_scaling.kind = {self.rope_scaling.kind} needs position = rope, it is {self.position}"
             )
-        if self.kind == "encoder_decoder" and self.window is not None:
-            raise ValueError(
-                f"window = {self.window} needs causal attention throughout, and kind = encoder_decoder has an encoder"
-            )
         return self
 
-    def resolve(self, vocab_size: int | None = None) -> "ModelConfig":
-        """A copy in which everything derived is a number. `vocab_size` (the tokenizer's) fills an omitted one."""
+    def resolve(self, vocab_size: int | None = None, source_vocab_size: int | None = None) -> "ModelConfig":
+        """A copy in which everything derived is a number. `vocab_size` (the tokenizer's) fills an omitted one, and
+        `source_vocab_size` (that of the sources, if they have their own) another."""
         hidden = -(-self.d_model * 8 // 3 // 32) * 32 if self.activation == "swiglu" else 4 * self.d_model
         head_dim = self.head_dim or self.d_model // self.n_head
         derived = {
             "vocab_size": self.vocab_size or vocab_size,
+            "source_vocab_size": self.source_vocab_size or source_vocab_size,
             "n_encoder_layer": self.n_encoder_layer or (self.n_layer if self.kind == "encoder_decoder" else None),
             "n_kv_head": self.n_kv_head or self.n_head,
             "head_dim": head_dim,
@@ -171,24 +177,30 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The text, and how it becomes numbers."""
 
-    NEEDS = {"bpe_vocab_size": ("tokenizer", {"bpe"})}
-
     source: str = "stories"
     """stories, pydoc, a file (.txt, .md, .jsonl, .parquet; pairs also .tsv), a folder of them, https://….txt, or
-    hub:NAME[:SUBSET][:SPLIT] (Hugging Face)."""
+    hub:NAME[:SUBSET][:SPLIT] (Hugging Face). Pairs alone: copy, reverse, sort, numbers."""
     tokenizer: str = "bpe"
     """bytes, chars, bpe (byte-level, trained on the corpus), or the name of a tiktoken encoding such as gpt2."""
+    target_tokenizer: str | None = None
+    """Of pairs: another tokenizer for the targets, of the same kinds. Omitted: both sides share one."""
     bpe_vocab_size: Annotated[int, Field(ge=258, le=2**24)] = 2048
-    """Ids of the trained bpe, end of text included (bpe only)."""
+    """Ids of each trained bpe, end of text included (bpe only)."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of the documents, evenly spread, that is kept for validation; of a single text, its end."""
     text_field: str | None = None
     """Which field of hub:, .jsonl or .parquet rows holds the text. Omitted: text, or the only one that holds any."""
+    source_field: str = "source"
+    """Which field of a pair's row holds the source; translation.en is the field en inside translation."""
+    target_field: str = "target"
+    """Which field of a pair's row holds the target."""
     max_tokens: PositiveInt = 2_000_000
     """Where a generated or streamed corpus ends (stories, hub:), in tokens; a file is always read whole."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.bpe_vocab_size != 2048 and "bpe" not in (self.tokenizer, self.target_tokenizer):
+            raise ValueError(f"bpe_vocab_size = {self.bpe_vocab_size} needs tokenizer = bpe, it is {self.tokenizer}")
         built_in, fetched = self.source in ("stories", "pydoc"), self.source.startswith(("http://", "https://"))
         text = self.source.lower().endswith((".txt", ".md", ".tsv")) and not self.source.startswith("hub:")
         if self.text_field not in (None, "text") and (built_in or fetched or text):  # "text": found anyway

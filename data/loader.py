@@ -1,4 +1,4 @@
-"""Token arrays to batches. Which tokens a batch holds follows from (seed, step) and nothing else."""
+"""Token arrays to batches. Which tokens, or which pairs, a batch holds follows from (seed, step) and nothing else."""
 
 import mmap
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ import torch
 from config.errors import UserError
 
 BLOCK = 1 << 24  # tokens looked at in one go
+POOL = 100  # batches of pairs that are sorted by length together
 IGNORE = -100  # a target that is not graded: what torch's cross_entropy ignores
 
 
@@ -55,6 +56,87 @@ class Batches:
         places = len(self.tokens) - self.seq_len  # where a window can start
         grid = generator.integers(places) + np.arange(self.n_windows) * self.seq_len
         return generator.permutation(grid % places)
+
+
+class Pairs:
+    """The pairs of a split as tensors. Each source comes with its end of text; each target follows an end of text, its
+    start, and ends with one.
+
+    sources, targets: 1-D arrays, memory-mapped or not, of as many documents that end with `source_end_id` or `end_id`.
+    Pairs of which either is longer than `seq_len` are left out, `n_left_out` of them. Raises `UserError` if all are.
+    """
+
+    def __init__(self, sources: np.ndarray, targets: np.ndarray, source_end_id: int, end_id: int, seq_len: int):
+        self.sources, self.targets = sources, targets
+        ends = np.stack([document_ends(sources, source_end_id), document_ends(targets, end_id)])  # (2, n)
+        before = np.concatenate([np.full((2, 1), -1), ends[:, :-1]], axis=1)
+        fitting = (ends - before <= seq_len).all(axis=0)
+        self.starts, self.lengths = before[:, fitting], (ends - before)[:, fitting]
+        self.n_left_out = int((~fitting).sum())
+        if len(self) == 0:
+            raise UserError(f"all {self.n_left_out:,} pairs are longer than model.max_seq_len = {seq_len}: raise that")
+
+    def __len__(self) -> int:
+        return self.lengths.shape[1]
+
+    def batch(self, pairs: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(sources (B, S), inputs (B, T), source lengths (B,), targets (B, T)) of these pairs, int64, right-padded."""
+        source, target = ((self.starts[side, pairs], self.lengths[side, pairs]) for side in (0, 1))
+        _, sources, _ = _right_padded(self.sources, *source)
+        inputs, targets, _ = _right_padded(self.targets, *target)
+        return sources.clamp(min=0), inputs, torch.from_numpy(source[1]), targets
+
+    def source(self, pair: int) -> list[int]:
+        """The ids of a source, its end included."""
+        return self._ids(0, pair)
+
+    def target(self, pair: int) -> list[int]:
+        """The ids of a target, without its end."""
+        return self._ids(1, pair)[:-1]
+
+    def _ids(self, side: int, pair: int) -> list[int]:
+        first = self.starts[side, pair] + 1
+        return (self.sources, self.targets)[side][first : first + self.lengths[side, pair]].tolist()
+
+    def by_length(self) -> np.ndarray:
+        """All pairs, those of like lengths beside each other."""
+        return np.lexsort(self.lengths)
+
+
+class PairBatches:
+    """Training batches of pairs of like lengths, so that little of them is padding.
+
+    Each epoch takes all pairs in a random order, and step s could take the `batch_size` pairs from s * batch_size on.
+    Instead that sequence is cut into pools of many batches; in a pool pairs are sorted by length, and batches shuffled.
+    """
+
+    def __init__(self, pairs: Pairs, batch_size: int, seed: int):
+        self.pairs, self.batch_size, self.seed = pairs, batch_size, seed
+        self.pool = min(POOL, max(len(pairs) // batch_size, 1))  # batches; no more than an epoch has
+        self._order = lru_cache(maxsize=2)(self._draw_order)  # remembered for speed only
+        self._batches = lru_cache(maxsize=1)(self._draw_batches)
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `Pairs.batch` gives, of `step` (from 0)."""
+        pool, place = divmod(step, self.pool)
+        return self.pairs.batch(self._batches(pool)[place])
+
+    def passes(self, steps: int) -> float:
+        """How often `steps` steps go over the pairs."""
+        return steps * self.batch_size / len(self.pairs)
+
+    def _draw_order(self, epoch: int) -> np.ndarray:
+        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, epoch))))
+        return generator.permutation(len(self.pairs))
+
+    def _draw_batches(self, pool: int) -> np.ndarray:
+        """The pairs of each batch of a pool: (pool, B)."""
+        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, pool, 1))))
+        n = self.pool * self.batch_size
+        places = (divmod(place, len(self.pairs)) for place in range(pool * n, (pool + 1) * n))
+        pairs = np.array([self._order(epoch)[index] for epoch, index in places])
+        order = np.lexsort((generator.random(n), *self.pairs.lengths[:, pairs]))
+        return generator.permutation(pairs[order].reshape(-1, self.batch_size))
 
 
 def document_ends(tokens: np.ndarray, end_id: int) -> np.ndarray:
@@ -108,12 +190,12 @@ def check_length(tokens: np.ndarray, seq_len: int, split: str) -> None:
         )
 
 
-def check_ids(largest_id: int, vocab_size: int) -> None:
+def check_ids(largest_id: int, vocab_size: int, prefix: str = "") -> None:
     """Raises `UserError` unless a model of `vocab_size` ids knows them all."""
     if largest_id >= vocab_size:
         raise UserError(
-            f"the largest id in the data is {largest_id}, and model.vocab_size = {vocab_size} allows at most "
-            f"{vocab_size - 1}: leave model.vocab_size out (it is the tokenizer's then), or give {largest_id + 1}"
+            f"the largest id in the data is {largest_id}, and model.{prefix}vocab_size = {vocab_size} allows at most "
+            f"{vocab_size - 1}: leave that out (it is the tokenizer's then), or give {largest_id + 1}"
         )
 
 

@@ -32,16 +32,18 @@ from data.sources import PAIR_SOURCES, Document, Source, checksum, open_source
 from data.tokenizer import Tokenizer, last_cut, load_tokenizer, train_tokenizer
 
 CACHE = Path("data/cache")
-FORMAT = 2  # to be raised when the same text and settings come to mean other files
+FORMAT = 3  # to be raised when the same text and settings come to mean other files
 WORKERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 PART = 2**16  # characters, about, of a long text that are encoded at a time
 BATCH = 2**18  # characters, at least, that a thread is given at a time
+SOURCES = ".sources"  # after the name of a split: what its targets belong to
 SAMPLE_BYTES = 32_000_000  # of a long text, what a bpe is trained on
 
 
 class Split(NamedTuple):
     """A part of a corpus. `n_bytes` is of the text alone, without end-of-text ids.
 
+    Of pairs, all this is about the targets, and `sources` holds the tokens of as many sources, in the same order.
     `floor`, where the source knows it, holds the entropy of all documents in nats: of their English lines, of their
     Korean lines, and of both for one who knows which documents are in this split.
     """
@@ -50,11 +52,12 @@ class Split(NamedTuple):
     n_bytes: int
     n_documents: int
     floor: tuple[float, ...] | None = None
+    sources: np.ndarray | None = None  # 1-D, memory-mapped, read-only
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared text."""
+    """A prepared text. Of pairs, tokenizer and largest id are those of the targets."""
 
     folder: Path
     tokenizer: Tokenizer
@@ -63,7 +66,12 @@ class Corpus:
     val: Split
     held_out: Split | None = None
     documents: bool = False  # every document is followed by the end-of-text id
-    pairs: bool = False  # every other document is the target of the one before it
+    source_tokenizer: Tokenizer | None = None  # of pairs; the very same object if both sides share one
+    largest_source_id: int = 0
+
+    @property
+    def pairs(self) -> bool:
+        return self.source_tokenizer is not None
 
     @property
     def key(self) -> str:
@@ -78,7 +86,8 @@ def prepare(config: DataConfig, pairs: bool = False, cache_dir: str | Path = CAC
     """
     source = open_source(config, pairs)
     settings = {"format": FORMAT, "tokenizer": config.tokenizer, "val_fraction": config.val_fraction} | source.identity
-    if config.tokenizer == "bpe":
+    settings |= {"pairs": pairs, "target_tokenizer": config.target_tokenizer}
+    if "bpe" in (config.tokenizer, config.target_tokenizer):
         settings["bpe_vocab_size"] = config.bpe_vocab_size
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     folder = Path(cache_dir) / f"{source.name}-{key}"
@@ -126,49 +135,57 @@ def _publish(fresh: Path, folder: Path) -> None:
 
 
 def _build(folder: Path, source: Source, config: DataConfig, settings: dict) -> None:
-    """Writes the token files, the tokenizer and meta.json, which describes them."""
+    """Writes the token files, the tokenizers and meta.json, which describes them."""
     begin = time.perf_counter()
-    find_cut = len if config.tokenizer in ("bytes", "chars") else last_cut  # they go character by character
+    kinds = {config.tokenizer, config.target_tokenizer or config.tokenizer}
+    find_cut = len if kinds <= {"bytes", "chars"} else last_cut  # they go character by character
     with closing(Progress()) as progress:
         tokenizer, n_characters = _survey(source, config, find_cut, progress)
+        source_tokenizer = tokenizer
+        if config.target_tokenizer:
+            source_tokenizer, _ = _survey(source, config, find_cut, progress, side="source")
+            source_tokenizer.save(folder / "source_tokenizer")
         tokenizer.save(folder / "tokenizer")
         documents = source.read()
         if source.single:
             documents = _cut(documents, _train_share(n_characters, config))
         else:
             documents = _assign(documents, config.val_fraction, source.group)
-        if source.max_tokens and config.tokenizer == "chars":  # it knows the characters of no more
+        if source.max_tokens and "chars" in kinds:  # it knows the characters of no more
             documents = _first(documents, 4 * source.max_tokens, source.group)
-        dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-        tallies = _write(folder, _in_parts(documents, find_cut), source, tokenizer, dtype, progress)
+        tokenizers = {"text": tokenizer, "source": source_tokenizer}
+        dtype = np.dtype("<u2" if max(t.vocab_size for t in tokenizers.values()) <= 2**16 else "<u4")
+        tallies = _write(folder, _in_parts(documents, find_cut), source, tokenizers, dtype, progress)
     if not tallies.keys() >= {"train", "val"}:
         raise UserError(_too_few(config, source, tallies))
-    largest_id = max(tally.largest_id for tally in tallies.values())
-    meta = {"settings": settings, "dtype": dtype.str, "largest_id": largest_id}
-    meta |= {"documents": not source.single, "pairs": source.pairs}
+    meta = {"settings": settings, "dtype": dtype.str, "documents": not source.single, "pairs": source.pairs}
     meta["splits"] = {split: asdict(tally) for split, tally in sorted(tallies.items())}
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     meta["files"] = {path.relative_to(folder).as_posix(): checksum(path) for path in files}
     meta["checksum"] = _meta_checksum(meta)
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), "utf-8")
-    _report(meta, tokenizer, config, time.perf_counter() - begin)
+    _report(meta, tokenizers, config, time.perf_counter() - begin)
 
 
 def _too_few(config: DataConfig, source: Source, tallies: dict[str, "Tally"]) -> str:
     what = "pairs" if source.pairs else "documents"
-    n = sum(tally.n_documents for tally in tallies.values()) // source.group
+    n = sum(tally.n_documents for tally in tallies.values()) // source.group  # (of a source and a target)
     remedy = "raise data.max_tokens" if source.max_tokens and _full(tallies, source) else "give more"
     return f"data.source = {config.source} has too few {what} ({n}) to keep one for validation: {remedy}"
 
 
-def _report(meta: dict, tokenizer: Tokenizer, config: DataConfig, seconds: float) -> None:
-    if config.tokenizer == "bpe" and tokenizer.vocab_size < config.bpe_vocab_size:
-        _say(f"the text yields only {tokenizer.vocab_size} of {config.bpe_vocab_size} ids (data.bpe_vocab_size)")
+def _report(meta: dict, tokenizers: dict[str, Tokenizer], config: DataConfig, seconds: float) -> None:
+    kinds = []
+    for tokenizer in dict.fromkeys(reversed(tokenizers.values())):  # those of pairs: the source's, the target's
+        kinds.append(f"{tokenizer.name}, {tokenizer.vocab_size:,} ids")
+        if tokenizer.name == "bpe" and tokenizer.vocab_size < config.bpe_vocab_size:
+            _say(f"the text yields only {tokenizer.vocab_size} of {config.bpe_vocab_size} ids (data.bpe_vocab_size)")
     splits = meta["splits"]
     total = {name: sum(split[name] for split in splits.values()) for name in ("n_tokens", "n_bytes", "n_characters")}
+    what, count = ("pairs", "n_documents") if meta["pairs"] else ("tokens", "n_tokens")
     _say(
-        f"{splits['train']['n_tokens']:,} tokens to train on and {splits['val']['n_tokens']:,} to validate "
-        f"({tokenizer.name}, {tokenizer.vocab_size:,} ids) from {total['n_bytes'] / 1e6:.1f} MB in {seconds:.1f} s"
+        f"{splits['train'][count]:,} {what} to train on and {splits['val'][count]:,} to validate "
+        f"({' to '.join(kinds)}) from {total['n_bytes'] / 1e6:.1f} MB in {seconds:.1f} s"
     )
     n_bytes, n_characters = (total[name] / total["n_tokens"] for name in ("n_bytes", "n_characters"))
     _say(f"{n_bytes:.2f} bytes and {n_characters:.2f} characters per token")
@@ -177,13 +194,20 @@ def _report(meta: dict, tokenizer: Tokenizer, config: DataConfig, seconds: float
 # The first reading: the tokenizer
 
 
-def _survey(source: Source, config: DataConfig, find_cut: Callable, progress: "Progress") -> tuple[Tokenizer, int]:
-    """The tokenizer, trained if need be, and how many characters a single text has."""
+def _survey(
+    source: Source, config: DataConfig, find_cut: Callable, progress: "Progress", side: str = "target"
+) -> tuple[Tokenizer, int]:
+    """The tokenizer, trained if need be, and how many characters a single text has. Where sources and targets have one
+    each, that of one `side`."""
     kind, n_characters, n_bytes = config.tokenizer, 0, 0
+    if config.target_tokenizer and side == "target":
+        kind = config.target_tokenizer
     documents = source.read()
     if source.max_tokens:
         enough = 4 * source.max_tokens
         documents = _first(documents, min(enough, SAMPLE_BYTES) if kind == "bpe" else enough, source.group)
+    if config.target_tokenizer:
+        documents = (document for document in documents if document.is_source == (side == "source"))
 
     def read() -> Iterator[str]:
         nonlocal n_characters, n_bytes
@@ -257,28 +281,30 @@ def _write(
     folder: Path,
     parts: Iterable[Document],
     source: Source,
-    tokenizer: Tokenizer,
+    tokenizers: dict[str, Tokenizer],
     dtype: np.dtype,
     progress: "Progress",
 ) -> dict[str, Tally]:
-    """Encodes `parts` of documents into a token file for each split, and tells what each holds."""
+    """Encodes `parts` of documents into a token file for each split, those of sources apart, and tells what each
+    holds."""
 
     def encode(batch: list[Document]) -> list[np.ndarray]:
-        arrays = [tokenizer.encode_array(part.text).astype(dtype) for part in batch]
-        if source.single:
-            return arrays
-        end = dtype.type(tokenizer.end_id)
-        return [ids if part.more else np.append(ids, end) for part, ids in zip(batch, arrays, strict=True)]
+        return [encode_part(part, tokenizers["source" if part.is_source else "text"]) for part in batch]
+
+    def encode_part(part: Document, tokenizer: Tokenizer) -> np.ndarray:
+        ids = tokenizer.encode_array(part.text).astype(dtype)
+        return ids if source.single or part.more else np.append(ids, dtype.type(tokenizer.end_id))
 
     tallies, files = {}, {}
     with ExitStack() as stack:
         encoded = stack.enter_context(closing(_on_all_cores(encode, _batches(parts))))
         for part, ids in (pair for batch, arrays in encoded for pair in zip(batch, arrays, strict=True)):
-            if part.split not in tallies:
-                tallies[part.split] = Tally()
-                files[part.split] = stack.enter_context((folder / f"{part.split}.bin").open("wb", 2**20))
-            files[part.split].write(ids)
-            tallies[part.split].add(part, ids)
+            name = part.split + SOURCES * part.is_source
+            if name not in tallies:
+                tallies[name] = Tally()
+                files[name] = stack.enter_context((folder / f"{name}.bin").open("wb", 2**20))
+            files[name].write(ids)
+            tallies[name].add(part, ids)
             progress.show(f"{sum(tally.n_bytes for tally in tallies.values()) / 1e6:,.0f} MB encoded")
             if source.max_tokens and not part.more and _full(tallies, source):
                 break
@@ -396,13 +422,27 @@ def _say(line: str) -> None:
 
 def _open(folder: Path) -> Corpus:
     meta = json.loads((folder / "meta.json").read_text("utf-8"))
-    splits = {}
-    for split, tally in meta["splits"].items():
-        tokens = np.memmap(folder / f"{split}.bin", meta["dtype"], mode="r")
-        floor = tally["floor"] and tuple(tally["floor"])
-        splits[split] = Split(tokens, tally["n_bytes"], tally["n_documents"], floor)
-    tokenizer = load_tokenizer(folder / "tokenizer")
-    return Corpus(folder, tokenizer, meta["largest_id"], **splits, documents=meta["documents"], pairs=meta["pairs"])
+    tallies = meta["splits"]
+    tokens = {name: np.memmap(folder / f"{name}.bin", meta["dtype"], mode="r") for name in tallies}
+    splits, largest = {}, {"text": 0, "source": 0}
+    for name, tally in tallies.items():
+        side = "source" if name.endswith(SOURCES) else "text"
+        largest[side] = max(largest[side], tally["largest_id"])
+        if side == "text":
+            floor, sources = tally["floor"] and tuple(tally["floor"]), tokens.get(name + SOURCES)
+            splits[name] = Split(tokens[name], tally["n_bytes"], tally["n_documents"], floor, sources)
+    tokenizer = source_tokenizer = load_tokenizer(folder / "tokenizer")
+    if (folder / "source_tokenizer").exists():
+        source_tokenizer = load_tokenizer(folder / "source_tokenizer")
+    return Corpus(
+        folder,
+        tokenizer,
+        largest["text"],
+        **splits,
+        documents=meta["documents"],
+        source_tokenizer=source_tokenizer if meta["pairs"] else None,
+        largest_source_id=largest["source"],
+    )
 
 
 def _damage(folder: Path) -> str | None:

@@ -27,10 +27,14 @@ from typing import NamedTuple
 
 from config.errors import UserError
 from config.schema import DataConfig
+from data import tasks
 
 BLOCK = 2**20  # bytes of a file that are read at a time
-PAIR_FIELDS = ("source", "target")
-PAIR_SOURCES = ".tsv (source, tab, target), or .jsonl, .parquet and hub:NAME with the fields source and target"
+PAIR_FIELDS = ("source", "target")  # columns of a .tsv, and what fields of rows are called unless told otherwise
+PAIR_SOURCES = (
+    "stories, copy, reverse, sort, numbers, .tsv (source, tab, target), or .jsonl, .parquet and hub:NAME with the "
+    "fields source and target (or data.source_field and data.target_field)"
+)
 ELSEWHERE = "; without a network, fetch the text elsewhere and give its path as data.source"
 MENDING = "save it as UTF-8 with iconv -t UTF-8 -f CP949 (if it is Korean) or -f LATIN1 (Western European)"
 
@@ -48,6 +52,7 @@ class Document(NamedTuple):
 
     text: str
     split: str | None = None  # train, val or held_out, where the source decides it
+    is_source: bool = False  # of a pair, whose target comes next
     floor: Callable[[], tuple[float, ...]] | None = None  # tells its entropy in nats, where that is known
     more: bool = False
 
@@ -73,25 +78,46 @@ class Source:
 def open_source(config: DataConfig, pairs: bool = False) -> Source:
     """The source that `config` names. Raises `UserError` for one that is not there, or has no `pairs` to give."""
     kind, _, rest = config.source.partition(":")
-    if pairs and (config.source in ("stories", "pydoc") or kind in ("http", "https")):
+    if pairs and (config.source == "pydoc" or kind in ("http", "https")):
         raise UserError(f"data.source = {config.source} has no pairs for an encoder-decoder; give {PAIR_SOURCES}")
-    if pairs and config.text_field:
-        raise UserError(f"data.text_field = {config.text_field}: pairs are in the fields source and target")
+    if config.source in tasks.TASKS and not pairs:
+        raise UserError(f"data.source = {config.source} gives pairs, for model.kind = encoder_decoder")
+    _check_fields(config, pairs)
     if config.source == "stories":
-        return _stories(config)
+        return _stories(config, pairs)
+    if config.source in tasks.TASKS:
+        return _task(config)
     if config.source == "pydoc":
         return Source("pydoc", {"pydoc": platform.python_version(), "modules": PYDOC_MODULES}, _pydoc)
     if kind == "hub":
-        identity = {"hub": rest, "text_field": config.text_field, "max_tokens": config.max_tokens, "pairs": pairs}
+        identity = {"hub": rest, "fields": _fields(config, pairs), "max_tokens": config.max_tokens}
         if (folder := Path(rest.partition(":")[0])).is_dir():
             identity["files"] = {
                 os.fspath(path): checksum(path) for path in sorted(folder.rglob("*")) if path.is_file()
             }
-        read = partial(_hub, rest, config.text_field, pairs)
+        read = partial(_hub, rest, _fields(config, pairs))
         return Source(_slug(rest), identity, read, pairs=pairs, max_tokens=config.max_tokens)
     if kind in ("http", "https"):
         return Source(_slug(Path(rest).stem), {"url": config.source}, partial(_web, config.source), single=True)
-    return _files(Path(config.source), config.text_field, pairs)
+    return _files(Path(config.source), _fields(config, pairs), pairs)
+
+
+def _check_fields(config: DataConfig, pairs: bool) -> None:
+    """Raises `UserError` for an option about pairs without pairs, or the other way round."""
+    if pairs and config.text_field:
+        raise UserError(
+            f"data.text_field = {config.text_field}: the texts of pairs are in data.source_field and data.target_field"
+        )
+    for option in () if pairs else ("target_tokenizer", "source_field", "target_field"):
+        if (value := getattr(config, option)) != DataConfig.model_fields[option].default:
+            raise UserError(f"data.{option} = {value} is about pairs, for model.kind = encoder_decoder")
+
+
+def _fields(config: DataConfig, pairs: bool) -> tuple[str, ...]:
+    """Which fields of rows are read: both of a pair, the one with the text, or none yet, if it is to be found."""
+    if pairs:
+        return (config.source_field, config.target_field)
+    return (config.text_field,) if config.text_field else ()
 
 
 def checksum(path: Path) -> str:
@@ -110,17 +136,35 @@ def _normalise(text: str) -> str:
 # Built in
 
 
-def _stories(config: DataConfig) -> Source:
+def _stories(config: DataConfig, pairs: bool) -> Source:
     def read() -> Iterator[Document]:
         for split, story in stories.draws(stories.SEED, config.val_fraction):
-            yield Document(story.text, split, None if split == "train" else partial(stories.floor, split, story))
+            floor = None if split == "train" else partial(stories.floor, split, story)
+            yield Document(story.text, split, floor=floor)
 
     from data import stories
 
+    if pairs:
+        read = partial(_pairs, partial(stories.pairs, stories.SEED, config.val_fraction))
+
     # Neither the grammar's code nor its words may change unnoticed.
     files = {name: hashlib.sha256(data).hexdigest() for name, data in stories.files().items()}
-    identity = {"stories": files, "max_tokens": config.max_tokens}
-    return Source("stories", identity, read, max_tokens=config.max_tokens)
+    identity = {"stories": files, "max_tokens": config.max_tokens, "pairs": pairs}
+    return Source("stories", identity, read, pairs=pairs, max_tokens=config.max_tokens)
+
+
+def _task(config: DataConfig) -> Source:
+    code = hashlib.sha256(Path(tasks.__file__).read_bytes()).hexdigest()
+    identity = {"task": config.source, "code": code, "max_tokens": config.max_tokens}
+    read = partial(_pairs, partial(tasks.draws, config.source, config.val_fraction))
+    return Source(config.source, identity, read, pairs=True, max_tokens=config.max_tokens)
+
+
+def _pairs(draws: Callable[[], Iterator[tuple[str, str, str]]]) -> Iterator[Document]:
+    """Pairs, each with its split, as documents."""
+    for split, source, target in draws():
+        yield Document(source, split, is_source=True)
+        yield Document(target, split)
 
 
 def _pydoc() -> Iterator[Document]:
@@ -145,7 +189,7 @@ def _docstrings(name: str) -> str:
 # Files
 
 
-def _files(path: Path, field: str | None, pairs: bool) -> Source:
+def _files(path: Path, fields: tuple[str, ...], pairs: bool) -> Source:
     """A file, or all the files of a folder; a single text file is a text, everything else is documents."""
     _check_path(path, pairs)
     files, n_empty = _in_folder(path, pairs) if path.is_dir() else ([path], 0)
@@ -153,8 +197,9 @@ def _files(path: Path, field: str | None, pairs: bool) -> Source:
         if not os.access(file, os.R_OK):
             raise UserError(f"data.source = {file} may not be read by you")
     kinds = ["text" if file.suffix.lower() in TEXT_SUFFIXES else file.suffix.lower() for file in files]
-    if field not in (None, "text") and set(kinds) == {"text"}:
-        raise UserError(f"data.text_field = {field} needs rows with fields, and {path} holds plain text alone")
+    if fields not in ((), ("text",), PAIR_FIELDS) and set(kinds) <= {"text", ".tsv"}:
+        options = "data.source_field, data.target_field" if pairs else "data.text_field"
+        raise UserError(f"{options} = {', '.join(fields)} needs rows with fields, and {path} has none")
     name = _slug(path.resolve().name if path.is_dir() else path.stem)
     notice = f"leaving out {_empty_files(n_empty)}" if n_empty else ""
     if kinds == ["text"]:
@@ -162,10 +207,11 @@ def _files(path: Path, field: str | None, pairs: bool) -> Source:
 
     def read() -> Iterator[Document]:
         for file, kind in zip(files, kinds, strict=True):
-            yield from _text_file(file) if kind == "text" else _documents(ROWS[kind](file), field, pairs)
+            names = PAIR_FIELDS if kind == ".tsv" else fields
+            yield from _text_file(file) if kind == "text" else _documents(ROWS[kind](file), names)
 
     texts = [(kind, checksum(file)) for file, kind in zip(files, kinds, strict=True)]
-    return Source(name, {"files": texts, "text_field": field, "pairs": pairs}, read, pairs=pairs, notice=notice)
+    return Source(name, {"files": texts, "fields": fields}, read, pairs=pairs, notice=notice)
 
 
 def _check_path(path: Path, pairs: bool) -> None:
@@ -268,10 +314,10 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 Rows = Iterable[tuple[str, dict]]  # where a row is, and its fields
 
 
-def _documents(rows: Rows, field: str | None, pairs: bool) -> Iterator[Document]:
-    """The texts in a field of `rows`, found if it is not given, or in both fields of pairs. Rows without text do not
+def _documents(rows: Rows, fields: tuple[str, ...]) -> Iterator[Document]:
+    """The texts in one field of `rows`, found if it is not given, or in the two of pairs. Rows without text do not
     count."""
-    fields = chosen = PAIR_FIELDS if pairs else (field,) if field else ()
+    chosen = fields
     for where, row in rows:
         if not chosen and None in row.values() and not any(isinstance(value, str) for value in row.values()):
             continue
@@ -279,7 +325,7 @@ def _documents(rows: Rows, field: str | None, pairs: bool) -> Iterator[Document]
             fields = (_find_field(where, row, *fields),)
         texts = [_text(where, row, name) for name in fields]
         if all(texts):
-            yield from map(Document, texts)
+            yield from (Document(text, is_source=place < len(texts) - 1) for place, text in enumerate(texts))
 
 
 def _find_field(where: str, row: dict, before: str | None = None) -> str:
@@ -301,10 +347,13 @@ def _find_field(where: str, row: dict, before: str | None = None) -> str:
 
 
 def _text(where: str, row: dict, field: str) -> str:
-    """The text in a field, empty if that is null. Raises `UserError` if it is something else."""
-    if field not in row:
-        raise UserError(f"{where} has no field {field}, only {_names(row)}")
-    value = row[field]
+    """The text in a field, empty if that is null; a.b is the field b in what a holds. Raises `UserError` if it is
+    something else."""
+    value, path = row, [field] if field in row else field.split(".")
+    for name in path:
+        if not isinstance(value, dict) or name not in value:
+            raise UserError(f"{where} has no field {field}, only {_names(row)}")
+        value = value[name]
     if not isinstance(value, str | None):
         raise UserError(f"{where} has no text in the field {field} but {reprlib.repr(value)}")
     try:
@@ -344,13 +393,13 @@ def _parquet(path: Path) -> Rows:
     return _dataset(str(path), path="parquet", data_files=escape(os.fspath(path)))
 
 
-def _hub(name: str, field: str | None, pairs: bool) -> Iterator[Document]:
+def _hub(name: str, fields: tuple[str, ...]) -> Iterator[Document]:
     """A dataset of the Hugging Face Hub, NAME[:SUBSET][:SPLIT], or a folder that is one."""
     path, subset, split, *rest = [*name.split(":"), "", ""]
     if any(rest) or not path:
         raise UserError(f"data.source = hub:{name} must be hub:NAME, hub:NAME:SUBSET or hub:NAME:SUBSET:SPLIT")
     rows = _dataset(f"hub:{name}", ELSEWHERE, path=path, name=subset or None, split=split or "train")
-    return _documents(rows, field, pairs)
+    return _documents(rows, fields)
 
 
 def _web(url: str) -> Iterator[Document]:

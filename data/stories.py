@@ -64,6 +64,30 @@ def draws(seed: int, val_fraction: float) -> Iterator[tuple[str, Story]]:
             yield "held_out", tale
 
 
+def pairs(seed: int, val_fraction: float) -> Iterator[tuple[str, str, str]]:
+    """Sentences of the stories, each once: its split, its English and its Korean, which follows from the English alone.
+
+    Of combinations of the two or more words in a sentence, one in ten is kept for "held_out", which gets at most as
+    many as "val" does; so no sentence of one split is in another.
+    """
+    rng = random.Random(seed)
+    seen = set()
+    n_drawn = n_val = n_held_out = 0
+    for tale in (story(rng) for _ in range(CORPUS)):
+        for sentence, english, korean in zip(tale.sentences, tale.english, tale.korean, strict=True):
+            if english in seen:
+                continue
+            seen.add(english)
+            if len(sentence.roles) < 2 or not grammar().is_held_out(sentence.roles, tale.cast):
+                n_drawn += 1
+                validates = n_drawn > 1 and (n_drawn - 2) * val_fraction >= n_val
+                n_val += validates
+                yield "val" if validates else "train", english, korean
+            elif n_held_out < n_val:
+                n_held_out += 1
+                yield "held_out", english, korean
+
+
 def floor(split: str, tale: Story) -> tuple[float, float, float]:
     """What a story of a split costs in nats: its English, its Korean, and both for someone who knows the split's rule.
 

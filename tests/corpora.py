@@ -28,16 +28,24 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
 
 
 def texts(corpus: Corpus, split: Split) -> list[str]:
-    """The documents of a split, or its one text, as its tokens say."""
-    ids, end = split.tokens.tolist(), corpus.tokenizer.end_id
+    """The documents of a split, or its one text, as its tokens say; of pairs each source, then its target."""
     if not corpus.documents:
-        assert end not in ids
-        return [corpus.tokenizer.decode(ids)]
-    assert ids[-1] == end
+        assert corpus.tokenizer.end_id not in split.tokens
+        return [corpus.tokenizer.decode(split.tokens.tolist())]
+    targets = documents(split.tokens.tolist(), corpus.tokenizer)
+    if not corpus.pairs:
+        return targets
+    sources = documents(split.sources.tolist(), corpus.source_tokenizer)
+    return [text for pair in zip(sources, targets, strict=True) for text in pair]
+
+
+def documents(ids: list[int], tokenizer) -> list[str]:
+    """The texts that ends of text close."""
+    assert ids[-1] == tokenizer.end_id
     decoded, start = [], 0
     for i, token in enumerate(ids):
-        if token == end:
-            decoded.append(corpus.tokenizer.decode(ids[start:i]))
+        if token == tokenizer.end_id:
+            decoded.append(tokenizer.decode(ids[start:i]))
             start = i + 1
     return decoded
 

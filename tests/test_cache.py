@@ -383,7 +383,7 @@ def test_select_drops_reorders_and_repeats_rows(window):
 # --- encoder-decoder ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", variants(windows=[None]))
+@pytest.mark.parametrize("options", variants())
 def test_cached_cross_attention_equals_the_full_forward(options):
     model, source, target = build(**ENCODER_DECODER, **options), random_tokens(3, 7), random_tokens(3, 23, seed=2)
     lengths = torch.tensor([7, 2, 5])

@@ -50,7 +50,7 @@ def test_decoder_equals_the_equations_by_hand(options):
     assert_close(model(tokens), by_hand(model, tokens))
 
 
-@pytest.mark.parametrize("options", variants(windows=[None]))
+@pytest.mark.parametrize("options", variants())
 def test_encoder_decoder_equals_the_equations_by_hand(options):
     model, source, target = build(**ENCODER_DECODER, **options), random_tokens(1, 7), random_tokens(1, 11, seed=2)
     assert_close(model(source, target)[0], BruteForce(model).logits(target[0].tolist(), source[0].tolist()))
@@ -141,7 +141,7 @@ def test_logits_and_gradients_of_every_kernel_are_those_of_the_definition(option
 
 
 @pytest.mark.parametrize("kernel", FAST_KERNELS)
-@pytest.mark.parametrize("options", variants(windows=[None]))
+@pytest.mark.parametrize("options", variants())
 def test_every_kernel_is_the_definition_in_an_encoder_decoder_with_padding(options, kernel):
     source, target, lengths = random_tokens(3, 7), random_tokens(3, 11, seed=2), torch.tensor([7, 3, 1])
     definition = build(**ENCODER_DECODER, **options, kernel="reference")
@@ -176,7 +176,7 @@ def test_f11_a_row_in_a_ragged_batch_is_the_row_alone(options):
         assert_close(logits[row, :n], model(tokens[row : row + 1, :n])[0])
 
 
-@pytest.mark.parametrize("options", variants(windows=[None]))
+@pytest.mark.parametrize("options", variants())
 def test_a_row_in_a_ragged_batch_of_pairs_is_the_pair_alone(options):
     model, source, target = build(**ENCODER_DECODER, **options), random_tokens(3, 9), random_tokens(3, 11, seed=2)
     source_lengths, target_lengths = [4, 9, 1], [11, 2, 6]
@@ -422,6 +422,18 @@ def test_f12_tied_embeddings_are_one_parameter(kind):
     assert sum(p.shape == (31, 32) for p in untied.parameters()) == len(shared)
 
 
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("source_vocab_size", [31, 40])
+def test_an_encoder_with_a_vocabulary_of_its_own_has_its_own_embedding(tie, source_vocab_size):
+    """Also where the two happen to be as large as each other."""
+    model = build(kind="encoder_decoder", tie_embeddings=tie, source_vocab_size=source_vocab_size)
+    assert model.encoder.embed.weight.shape == (source_vocab_size, 32)
+    assert model.encoder.embed.weight is not model.decoder.embed.weight
+    assert (model.decoder.embed.weight is model.lm_head.weight) == tie
+    source, target = torch.tensor([[source_vocab_size - 1, 3]]), random_tokens(1, 4)
+    assert model(source, target).shape == (1, 4, 31)
+
+
 def test_the_head_moves_with_a_tied_embedding():
     model, tokens = build(tie_embeddings=True), random_tokens(1, 4)
     unseen = next(i for i in range(31) if i not in tokens)
@@ -454,14 +466,14 @@ def test_building_on_the_meta_device_leaves_nothing_uninitialised(options, tie):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("position", POSITIONS)
-def test_initial_weights_have_the_documented_spread(position, tie):
+def test_initial_weights_have_the_documented_spread(position, tie, norm_position):
     torch.manual_seed(0)
     shape = {"vocab_size": 300, "n_layer": 8, "n_head": 4, "d_model": 64, "d_ff": 256, "max_seq_len": 300}
-    model = build_model(
-        ModelConfig(**shape, position=position, tie_embeddings=tie, norm="layernorm", qk_norm=True, bias=True)
-    )
+    options = {"norm": "layernorm", "norm_position": norm_position, "qk_norm": True, "bias": True}
+    model = build_model(ModelConfig(**shape, position=position, tie_embeddings=tie, **options))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             assert (parameter == 0).all()
@@ -469,6 +481,8 @@ def test_initial_weights_have_the_documented_spread(position, tie):
             assert (parameter == 1).all()
         else:
             std = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            if norm_position == "post" and "_proj" in name:
+                std = math.sqrt(2 / sum(parameter.shape))
             std = 64**-0.5 if "embed" in name and position == "sinusoidal" else std
             assert parameter.std().item() == pytest.approx(std, rel=0.05), name
             assert abs(parameter.mean().item()) < 0.05 * std, name

@@ -17,10 +17,11 @@ LEVELS = [
     ["config.schema"],  # a line of its own: the loader and the mathematics name its types
     ["config.load", "attention", "distributed", "plots", "data.tokenizer", "data.grammar"],
     ["cache"],  # its masks are the mathematics', and the model calls it
-    ["model", "optim", "data.loader", "data.stories"],
+    ["model", "optim", "data.loader", "data.stories", "data.tasks"],
     ["data.sources"],
     ["checkpoint", "data.prepare"],
     ["sample", "pretrained"],
+    ["translation"],
     ["train"],
     ["experiments", "bench"],
 ]

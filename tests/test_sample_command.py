@@ -285,14 +285,15 @@ def test_f36_sampling_from_a_trained_bpe_touches_no_network(tmp_path, monkeypatc
     assert out.startswith("고양이 🎉")
 
 
-def test_an_encoder_decoder_continues_its_source_with_the_target(tmp_path, command):
+def test_an_encoder_decoder_writes_a_target_for_each_source(tmp_path, command):
+    """A line each; a source is read with its end, as in training."""
     model, tokenizer = build(kind="encoder_decoder", vocab_size=11), CharTokenizer("abcdefghij")
     save(tmp_path / "runs" / "pairs", model, tokenizer)
     argv = ["--prompt", "abc", "--prompt", "e", "--max-new-tokens", "8", "--temperature", "1.5", "--top-p", "1"]
     code, out, _ = command(tmp_path, *argv)
     settings = {"max_new_tokens": 8, "temperature": 1.5, "end_id": 10, "vocab_size": 11}
-    rows = generate(model, [[0, 1, 2], [4]], **settings)
-    assert (code, out) == (0, f"abc{tokenizer.decode(rows[0])}\n\ne{tokenizer.decode(rows[1])}\n")
+    rows = generate(model, [[0, 1, 2, 10], [4, 10]], **settings)
+    assert (code, out) == (0, f"{tokenizer.decode(rows[0])}\n{tokenizer.decode(rows[1])}\n")
 
 
 # --- which run, which checkpoint ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 import checkpoint
 import train
 from config.schema import Config
-from data.loader import Batches
+from data.loader import Batches, PairBatches
 from data.prepare import Corpus, Split, prepare
 
 TINY = {
@@ -46,6 +46,31 @@ def settings(**sections: dict) -> Config:
     return config.model_copy(update={"model": config.model.resolve(257)})
 
 
+PAIRS = {
+    "kind": "encoder_decoder",
+    "position": "sinusoidal",
+    "norm": "layernorm",
+    "norm_position": "post",
+    "bias": True,
+}
+
+
+def write_pairs(file: Path, n: int = 60) -> list[tuple[str, str]]:
+    """Words and what becomes of them, of many lengths, as a .tsv."""
+    rng, words = np.random.default_rng(0), {"star": "별", "é": "e!", "the": "그", "cat": "고양이", "sees": "본다"}
+    drawn = [rng.choice(list(words), rng.integers(1, 5)).tolist() for _ in range(n)]
+    pairs = [(" ".join(row), " ".join(words[word] for word in row[::-1])) for row in drawn]
+    file.write_text("".join(f"{source}\t{target}\n" for source, target in pairs), "utf-8")
+    return pairs
+
+
+def pair_corpus(folder: Path, n: int = 60, **data) -> Corpus:
+    """The prepared pairs of `write_pairs`."""
+    write_pairs(folder / "pairs.tsv", n)
+    config = settings(model=PAIRS, data={"source": str(folder / "pairs.tsv"), "val_fraction": 0.2, **data}).data
+    return prepare(config, pairs=True, cache_dir=folder / "cache")
+
+
 def corpus_of(train_ids, val_ids=None) -> Corpus:
     """A corpus of given ids that never touched the disk; bytes, so each id is one byte."""
     from data.tokenizer import ByteTokenizer
@@ -70,13 +95,13 @@ def make_trainer(corpus: Corpus, run: Path = Path("/nonexistent"), compile: bool
 
 
 class FixedBatch:
-    """Instead of `Batches`: the same inputs and targets at every step."""
+    """Instead of `Batches`: the same tensors, inputs and targets, at every step."""
 
-    def __init__(self, inputs, targets):
-        self.inputs, self.targets = torch.as_tensor(inputs), torch.as_tensor(targets)
+    def __init__(self, *tensors):
+        self.tensors = [torch.as_tensor(tensor) for tensor in tensors]
 
     def batch(self, step: int):
-        return self.inputs, self.targets
+        return self.tensors
 
 
 def weights(trainer) -> dict[str, torch.Tensor]:
@@ -110,7 +135,7 @@ class Stopper:
 
     def __init__(self, monkeypatch):
         self.signal_after, self.error_after, self.hashes = None, None, {}
-        step, batch = train.Trainer.step, Batches.batch
+        step = train.Trainer.step
 
         def stopping_step(trainer, *arguments, **options):
             values = step(trainer, *arguments, **options)
@@ -120,14 +145,18 @@ class Stopper:
                 os.kill(os.getpid(), signal.SIGTERM)
             return values
 
-        def recording_batch(batches, number):
-            inputs, targets = batch(batches, number)
-            data = inputs.numpy().tobytes() + targets.numpy().tobytes()
-            self.hashes.setdefault(number, []).append(hashlib.sha256(data).hexdigest())
-            return inputs, targets
+        def recording(batch):
+            def recording_batch(batches, number):
+                tensors = batch(batches, number)
+                data = b"".join(tensor.numpy().tobytes() for tensor in tensors)
+                self.hashes.setdefault(number, []).append(hashlib.sha256(data).hexdigest())
+                return tensors
+
+            return recording_batch
 
         monkeypatch.setattr(train.Trainer, "step", stopping_step)
-        monkeypatch.setattr(Batches, "batch", recording_batch)
+        for kind in (Batches, PairBatches):
+            monkeypatch.setattr(kind, "batch", recording(kind.batch))
 
 
 class Killed(Exception):

@@ -66,7 +66,6 @@ def test_unknown_keyword_is_refused():
         (ModelConfig, {"n_head": 2, "d_model": 64, "n_kv_head": 4}, ["n_head = 2", "n_kv_head = 4"]),
         (ModelConfig, {"d_model": 30, "n_head": 2, "position": "rope"}, ["position = rope", "head_dim", "15"]),
         (ModelConfig, {"d_model": 33, "n_head": 1, "position": "sinusoidal"}, ["position = sinusoidal", "33"]),
-        (ModelConfig, {"window": 8, "kind": "encoder_decoder"}, ["window = 8", "kind = encoder_decoder"]),
         (ModelConfig, {"n_encoder_layer": 2}, ["n_encoder_layer = 2", "kind = encoder_decoder"]),
         (
             ModelConfig,
@@ -121,7 +120,7 @@ IDLE = {  # a value that differs from the default, beside one that leaves it wit
     "high_freq_factor": (8.0, {"kind": "yarn", "factor": 2.0}),
     "beta_fast": (64.0, {"kind": "llama3", "factor": 2.0}),
     "beta_slow": (2.0, {"kind": "llama3", "factor": 2.0}),
-    "bpe_vocab_size": (300, {"tokenizer": "bytes"}),
+    "source_vocab_size": (300, {}),
     "betas": ((0.5, 0.5), {"name": "sgd"}),
     "decay_fraction": (0.5, {}),
     "min_learning_rate": (1e-4, {"schedule": "constant"}),
@@ -134,6 +133,12 @@ def test_an_option_without_effect_is_refused(section, option):
     value, beside = IDLE[option]
     with pytest.raises(ValidationError, match=rf"{option} = .* needs {section.NEEDS[option][0]} = "):
         section(**{option: value}, **beside)
+
+
+def test_the_size_of_a_bpe_that_is_not_trained_is_refused():
+    with pytest.raises(ValidationError, match="bpe_vocab_size = 300 needs tokenizer = bpe, it is bytes"):
+        DataConfig(bpe_vocab_size=300, tokenizer="bytes")
+    assert DataConfig(bpe_vocab_size=300, tokenizer="bytes", target_tokenizer="bpe").bpe_vocab_size == 300
 
 
 @pytest.mark.parametrize("source", ["stories", "pydoc", "https://example.org/rows", "a.txt", "A.MD", "pairs.tsv"])

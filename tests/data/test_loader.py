@@ -1,4 +1,5 @@
 import mmap
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 
 from config.errors import UserError
 from data import loader
-from data.loader import IGNORE, Batches, check_ids, check_length, validation_windows
+from data.loader import IGNORE, Batches, PairBatches, Pairs, check_ids, check_length, validation_windows
 
 
 def rows(batches: Batches, step: int) -> list[list[int]]:
@@ -174,6 +175,101 @@ def test_document_windows_do_not_depend_on_the_block(monkeypatch):
     for block in (1, 7, 64):
         monkeypatch.setattr(loader, "BLOCK", block)
         assert loader.document_windows(tokens, 8, END).tolist() == whole
+
+
+# Pairs
+
+
+SOURCE_END, TARGET_END = 50, 60  # each is an ordinary id on the other side
+
+
+def pair_arrays(*sizes: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Sources and targets of these lengths, their ends not counted; all other ids differ."""
+    sources, targets, id = [], [], 100
+    for n_source, n_target in sizes:
+        sources += [*range(id, id + n_source), SOURCE_END]
+        targets += [*range(id + 500, id + 500 + n_target), TARGET_END]
+        id += max(n_source, n_target)
+    return np.array(sources, np.uint16), np.array(targets, np.uint16)
+
+
+def make_pairs(*sizes: tuple[int, int], seq_len: int = 64) -> Pairs:
+    return Pairs(*pair_arrays(*sizes), SOURCE_END, TARGET_END, seq_len)
+
+
+def test_pairs_as_tensors():
+    pairs = Pairs(
+        np.array([1, 2, 60, 50, 3, 50, 4, 5, 6, 7, 50]), np.array([8, 60, 50, 9, 60, 10, 60]), SOURCE_END, TARGET_END, 9
+    )
+    source, inputs, lengths, targets = pairs.batch(np.array([2, 0, 1]))
+    assert source.tolist() == [[4, 5, 6, 7, 50], [1, 2, 60, 50, 0], [3, 50, 0, 0, 0]]
+    assert lengths.tolist() == [5, 4, 2]
+    assert inputs.tolist() == [[60, 10, 0], [60, 8, 0], [60, 50, 9]]
+    assert targets.tolist() == [[10, 60, IGNORE], [8, 60, IGNORE], [50, 9, 60]]
+    assert all(tensor.dtype == torch.int64 for tensor in (source, inputs, lengths, targets))
+    assert [pairs.source(i) for i in range(3)] == [[1, 2, 60, 50], [3, 50], [4, 5, 6, 7, 50]]
+    assert [pairs.target(i) for i in range(3)] == [[8], [50, 9], [10]]
+
+
+@pytest.mark.parametrize(("seq_len", "left"), [(7, [0, 1, 2, 3]), (6, [0, 1, 3]), (5, [0, 3]), (2, [0])])
+def test_pairs_longer_than_the_context_are_left_out(seq_len, left):
+    sizes = [(1, 1), (5, 1), (1, 6), (3, 4)]
+    pairs, every = make_pairs(*sizes, seq_len=seq_len), make_pairs(*sizes)
+    assert (len(pairs), pairs.n_left_out) == (len(left), 4 - len(left))
+    assert [pairs.source(i) for i in range(len(pairs))] == [every.source(i) for i in left]
+    assert [pairs.target(i) for i in range(len(pairs))] == [every.target(i) for i in left]
+
+
+def test_when_all_pairs_are_too_long_that_is_said():
+    with pytest.raises(UserError, match=r"all 2 pairs are longer than model\.max_seq_len = 3"):
+        make_pairs((3, 1), (1, 3), seq_len=3)
+
+
+def drawn_pairs(batches: PairBatches, steps: range) -> list[int]:
+    """Which pairs some steps hold, by the first id of the source."""
+    return [first for step in steps for first in batches.batch(step)[0][:, 0].tolist()]
+
+
+@pytest.mark.parametrize(("n", "batch_size"), [(1, 3), (7, 3), (12, 4), (50, 8), (1000, 4)])
+def test_every_epoch_has_every_pair_once(n, batch_size):
+    sizes = np.random.default_rng(0).integers(1, 12, (n, 2)).tolist()
+    batches = PairBatches(make_pairs(*sizes), batch_size, seed=5)
+    steps = batches.pool * n  # so many pools end with an epoch
+    counts = Counter(drawn_pairs(batches, range(steps)))
+    assert len(counts) == n
+    assert set(counts.values()) == {steps * batch_size // n}
+    assert batches.passes(steps) == pytest.approx(steps * batch_size / n)
+    size = batches.pool * batch_size
+    sequence = np.concatenate([batches._order(epoch) for epoch in range(3 * size // n + 1)])
+    for pool in range(3):  # a pool holds its share of the epochs' orders, one after another
+        assert sorted(batches._batches(pool).flatten()) == sorted(sequence[pool * size : (pool + 1) * size])
+
+
+def test_a_batch_of_pairs_follows_from_seed_and_step_alone():
+    pairs = make_pairs(*np.random.default_rng(0).integers(1, 12, (300, 2)).tolist())
+    one, other = (PairBatches(pairs, 4, seed=1) for _ in range(2))
+    forwards = [drawn_pairs(one, range(step, step + 1)) for step in range(200)]
+    backwards = [drawn_pairs(other, range(step, step + 1)) for step in reversed(range(200))]
+    assert forwards == backwards[::-1]
+    assert forwards[:75] != forwards[75:150]  # another epoch
+    assert forwards[0] != drawn_pairs(PairBatches(pairs, 4, seed=2), range(1))
+
+
+def test_pairs_of_a_batch_are_of_like_lengths_and_batches_are_not_sorted():
+    sizes = np.random.default_rng(0).integers(1, 40, (2000, 1)).repeat(2, axis=1)
+    batches = PairBatches(make_pairs(*sizes.tolist()), 8, seed=0)
+    lengths = [batches.batch(step)[2] for step in range(100)]
+    padding = sum((row.max() - row).sum().item() for row in lengths) / sum(row.sum().item() for row in lengths)
+    assert padding < 0.05  # of pairs drawn at random it is about 0.8
+    means = [row.float().mean().item() for row in lengths]
+    assert abs(np.corrcoef(means, range(100))[0, 1]) < 0.3
+
+
+def test_all_pairs_by_length():
+    sizes = np.random.default_rng(0).integers(1, 9, (50, 2)).tolist()
+    order = make_pairs(*sizes).by_length()
+    assert sorted(order) == list(range(50))
+    assert [sizes[i][1] for i in order] == sorted(size[1] for size in sizes)
 
 
 def test_f27_ids_beyond_the_vocabulary_are_refused():

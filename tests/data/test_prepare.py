@@ -85,8 +85,8 @@ def test_f33_the_end_of_text_follows_each_document(prepare, three_stories):
     for split, expected in ((corpus.train, train * 3), (corpus.val, val * 2)):
         assert split.tokens.tolist() == [256 if byte == ord("|") else byte for byte in expected]
     assert corpus.documents  # 60 tokens: the first whole documents that reach max_tokens
-    assert corpus.train[1:] == (3 * 10, 6, None)  # its entropy takes time, and nobody asks for it
-    assert corpus.val[1:] == (2 * 11, 2, (8.0, 0.25, 2.0))
+    assert corpus.train[1:] == (3 * 10, 6, None, None)  # its entropy takes time, and nobody asks for it
+    assert corpus.val[1:] == (2 * 11, 2, (8.0, 0.25, 2.0), None)
 
 
 def test_a_source_may_hold_documents_out(prepare, monkeypatch, three_stories):
@@ -94,7 +94,7 @@ def test_a_source_may_hold_documents_out(prepare, monkeypatch, three_stories):
     data.stories.draws = lambda seed, val_fraction: iter(stories * 2)
     corpus = prepare("stories", tokenizer="bytes")
     assert texts(corpus, corpus.held_out) == ["held_out"] * 2
-    assert corpus.held_out[1:] == (16, 2, (2.0, 2.0, 2.0))
+    assert corpus.held_out[1:] == (16, 2, (2.0, 2.0, 2.0), None)
     assert texts(corpus, corpus.val) == ["val"] * 2
 
 

@@ -404,7 +404,8 @@ def test_pairs_alternate_and_stay_together(prepare, tmp_path, offline, name):
     chosen = [i for i in range(1, 23) if i == 1 or int((i - 1) * 0.2) > int((i - 2) * 0.2)]
     assert texts(corpus, corpus.val) == [text for i in chosen for text in given[i]]
     assert texts(corpus, corpus.train) == [text for i in range(23) if i not in chosen for text in given[i]]
-    assert corpus.val.n_documents == 2 * len(chosen)
+    assert corpus.val.n_documents == len(chosen)
+    assert corpus.source_tokenizer is corpus.tokenizer
 
 
 def test_a_stream_of_pairs_ends_with_a_whole_one(prepare, tmp_path, offline):
@@ -420,10 +421,10 @@ def test_a_stream_of_pairs_ends_with_a_whole_one(prepare, tmp_path, offline):
 
 
 def test_what_has_no_pairs_is_refused(prepare, tmp_path):
-    for source in ("stories", "pydoc", "https://example.org/a.txt"):
-        assert "has no pairs for an encoder-decoder; give .tsv" in refusal(prepare, source, pairs=True)
+    for source in ("pydoc", "https://example.org/a.txt"):
+        assert "has no pairs for an encoder-decoder; give stories" in refusal(prepare, source, pairs=True)
     (tmp_path / "a.txt").write_text("a")
-    assert "a.txt has no pairs for an encoder-decoder; give .tsv" in refusal(prepare, tmp_path / "a.txt", pairs=True)
+    assert "a.txt has no pairs for an encoder-decoder; give" in refusal(prepare, tmp_path / "a.txt", pairs=True)
     message = refusal(prepare, tmp_path, pairs=True)
     assert "holds no .tsv, .jsonl or .parquet file" in message
     (tmp_path / "pairs.tsv").write_text("a\tb\nc\td\n")
@@ -436,9 +437,57 @@ def test_what_has_no_pairs_is_refused(prepare, tmp_path):
         assert f"pairs.tsv, line 2 has {tabs} tabs, and a pair has one" in refusal(prepare, tmp_path, pairs=True)
     path = write_rows(tmp_path / "rows.jsonl", {"source": "a", "text": "b"})
     assert "line 1 has no field target, only source, text" in refusal(prepare, path, pairs=True)
-    assert "fields source and target" in refusal(prepare, path, pairs=True, text_field="text")
+    assert "data.source_field and data.target_field" in refusal(prepare, path, pairs=True, text_field="text")
     (tmp_path / "pairs.tsv").write_text("a\tb\n")
     assert "too few pairs (1)" in refusal(prepare, tmp_path / "pairs.tsv", pairs=True)
+    message = refusal(prepare, tmp_path / "pairs.tsv", pairs=True, source_field="en")
+    assert "data.target_field = en, target needs rows with fields" in message
+
+
+@pytest.mark.parametrize("source", ["copy", "reverse", "sort", "numbers"])
+def test_a_source_of_pairs_is_refused_where_there_are_none(prepare, source):
+    assert f"data.source = {source} gives pairs, for model.kind = encoder_decoder" in refusal(prepare, source)
+
+
+@pytest.mark.parametrize("option", ["target_tokenizer", "source_field", "target_field"])
+def test_an_option_about_pairs_is_refused_where_there_are_none(prepare, option):
+    message = refusal(prepare, TEXT.encode(), **{option: "bytes"})
+    assert f"data.{option} = bytes is about pairs, for model.kind = encoder_decoder" in message
+
+
+def test_fields_of_pairs_may_have_other_names_and_be_inside_others(prepare, tmp_path):
+    rows = [{"en": {"text": f"one {i}", "note.": ""}, "ko": {"a": {"b": f"하나 {i}"}}} for i in range(9)]
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
+    fields = {"source_field": "ko.a.b", "target_field": "en.text"}
+    assert read(path, pairs=True, **fields) == [text for i in range(9) for text in (f"하나 {i}", f"one {i}")]
+    assert read(write_rows(tmp_path / "flat.jsonl", {"a.b": "x", "target": "x"}), pairs=True, source_field="a.b") == [
+        "x",
+        "x",
+    ]
+    corpus = prepare(path, pairs=True, tokenizer="bytes", **fields)
+    assert texts(corpus, corpus.val)[:2] == ["하나 1", "one 1"]
+    for wrong in ("ko.a.c", "ko.a.b.c", "en"):
+        message = refusal(prepare, path, pairs=True, source_field=wrong, target_field="en.text")
+        assert f"line 1 has no {'text in the ' * (wrong == 'en')}field {wrong}" in message
+
+
+@pytest.mark.parametrize(("source_kind", "target_kind"), [("bpe", "chars"), ("chars", "bpe"), ("bytes", "chars")])
+def test_each_side_of_pairs_may_have_its_own_tokenizer(prepare, tmp_path, source_kind, target_kind):
+    given = [(f"the cat number {i}", f"고양이 {i}") for i in range(40)]
+    (tmp_path / "pairs.tsv").write_text("\n".join("\t".join(pair) for pair in given), "utf-8")
+    options = {"pairs": True, "bpe_vocab_size": 300} if "bpe" in (source_kind, target_kind) else {"pairs": True}
+    corpus = prepare(tmp_path / "pairs.tsv", tokenizer=source_kind, target_tokenizer=target_kind, **options)
+    assert (corpus.source_tokenizer.name, corpus.tokenizer.name) == (source_kind, target_kind)
+    found = texts(corpus, corpus.train) + texts(corpus, corpus.val)
+    assert sorted(found) == sorted(text for pair in given for text in pair)
+    assert corpus.largest_id == max(split.tokens.max() for split in (corpus.train, corpus.val))
+    assert corpus.largest_source_id == max(split.sources.max() for split in (corpus.train, corpus.val))
+    if target_kind == "chars":  # learnt from the targets alone
+        assert corpus.tokenizer.alphabet == " 0123456789고양이"
+    shared = prepare(
+        tmp_path / "pairs.tsv", tokenizer=source_kind, **options if source_kind == "bpe" else {"pairs": True}
+    )
+    assert shared.key != corpus.key
 
 
 def test_every_file_of_a_local_dataset_counts(prepare, tmp_path, offline):
