@@ -139,10 +139,9 @@ def _attention_grid(maps: Sequence[AttentionMap], title: str) -> bytes:
     from matplotlib.figure import Figure
 
     few = max(max(attention.visible.shape) for attention in maps) <= FEW_TOKENS
-    texts = [
-        title,
-        *(text for attention in maps for text in (attention.kind, *(few * (attention.queries + attention.keys)))),
-    ]
+    texts = [title, *(attention.kind for attention in maps)]
+    if few:
+        texts += [text for attention in maps for text in attention.queries + attention.keys]
     _check_font(_shown(text) for text in texts)
     kinds = [list(layers) for _, layers in groupby(maps, key=lambda attention: attention.kind)]
     widths, heights = zip(*[_inches(layers, few) for layers in kinds], strict=True)
@@ -198,12 +197,9 @@ def _check_font(texts: Iterable[str]) -> None:
     from matplotlib import rcParams
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
-    fonts = [get_font(findfont(FontProperties([family]))) for family in rcParams["font.family"]]
-    missing = {ord(character) for text in texts for character in text}.difference(
-        *(font.get_charmap() for font in fonts)
-    )
-    if missing:
-        code = min(missing)
-        raise UserError(
-            f"the font {fonts[0].family_name} of a .png has no {chr(code)!r} (U+{code:04X}): give FILE.html"
-        )
+    fonts = [get_font(findfont(FontProperties(family=[family]))) for family in rcParams["font.family"]]
+    known = set().union(*(font.get_charmap() for font in fonts))
+    for character in "".join(texts):
+        if ord(character) not in known:
+            where = f"the font of a .png ({fonts[0].family_name})"
+            raise UserError(f"{where} has no {character!r} (U+{ord(character):04X}): give FILE.html instead")
