@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 import torch
 
-import sample
 from data.tokenizer import CharTokenizer
+from model import KVCache
 from sample import Hypothesis, beam_search, generate
 from tests.helpers import POST_NORM, WINDOW, BruteForce, random_tokens
 from tests.test_sample import ENCODER_DECODER, always, build, chain, prompts_of, shapes_read
@@ -287,6 +287,13 @@ def test_an_early_end_does_not_win_against_a_better_long_one():
     assert beam_search(model, [[0]], beams=1, **options)[0][0].ids == []
 
 
+def test_the_search_goes_on_while_any_hypothesis_may_pass_not_only_the_greedy_path():
+    arcs = [(0, 1, 0.34), (0, 2, 0.33), (2, 9, 0.52), (2, 3, 0.47), (3, 9, 0.5), (3, 4, 0.49)]
+    arcs += [(k, k + 1, 0.99) for k in range(4, 7)] + [(7, 9, 0.99)]
+    (found,) = beam_search(garden(10, *arcs), [[0]], beams=2, max_new_tokens=8, end_id=9, length_penalty=1.0)
+    assert [one.ids for one in found] == [[2, 3, 4, 5, 6, 7], [2]]
+
+
 def test_what_never_ends_is_cut_off_and_comes_after_what_ended():
     never = always([5.0, 4.0, -20.0])
     (found,) = beam_search(never, [[0]], beams=2, max_new_tokens=4, end_id=2)
@@ -319,7 +326,7 @@ def test_a_prompt_is_read_once_and_leaves_when_nothing_can_change(monkeypatch):
     shapes = shapes_read(sure, monkeypatch)
     options = {"beams": 2, "max_new_tokens": 30, "end_id": 5, "length_penalty": 0.0}
     first, second = (beam_search(sure, [prompt], **options)[0] for prompt in ([4, 4, 0], [1]))
-    assert shapes == [(1, 3), (1, 1)] + [(1, 1), (2, 1), (2, 1), (1, 1)]  # greedy's place closes with it
+    assert shapes == [(1, 3), (1, 1), (1, 1), (2, 1), (2, 1), (1, 1)]  # greedy's place closes with it
     assert [one.ids for one in first + second] == [[], [0], [2, 3], [2, 3, 0]]
     shapes.clear()
     assert beam_search(sure, [[4, 4, 0], [1]], **options) == [first, second]
@@ -327,12 +334,23 @@ def test_a_prompt_is_read_once_and_leaves_when_nothing_can_change(monkeypatch):
 
 
 def test_rows_that_stay_where_they_are_are_not_copied(monkeypatch):
-    calls, select = [], sample.KVCache.select
-    monkeypatch.setattr(sample.KVCache, "select", lambda cache, rows: calls.append(rows) or select(cache, rows))
+    calls, select = [], KVCache.select
+    monkeypatch.setattr(KVCache, "select", lambda cache, rows: calls.append(rows) or select(cache, rows))
     beam_search(build(), prompts_of(3, 5), beams=1, max_new_tokens=6)
     assert calls == []
     beam_search(build(), prompts_of(3), beams=2, max_new_tokens=6)
     assert calls[0] == [0, 0]
+
+
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
+def test_no_gradients_are_recorded(use_cache, monkeypatch):
+    model, grad_modes = build(), []
+    features = model.features
+    monkeypatch.setattr(
+        model, "features", lambda *a, **k: grad_modes.append(torch.is_grad_enabled()) or features(*a, **k)
+    )
+    beam_search(model, prompts_of(3), max_new_tokens=3, use_cache=use_cache)
+    assert grad_modes == [False] * 3
 
 
 def test_no_prompts_and_no_new_tokens():
@@ -387,14 +405,20 @@ def run(request, tmp_path_factory):
     return folder, model, tokenizer
 
 
-def test_the_command_prints_the_best_of_each_prompt(run, command):  # noqa: F811
+def test_the_command_prints_the_best_of_each_prompt(run, command, monkeypatch):  # noqa: F811
     folder, model, tokenizer = run
+    allocations, allocate = [], KVCache.allocate
+    monkeypatch.setattr(KVCache, "allocate", lambda *args: allocations.append(args[1]) or allocate(*args))
     argv = ["--prompt", "abc", "--prompt", "e", "--beams", "3", "--max-new-tokens", "8"]
     options = {"beams": 3, "max_new_tokens": 8, "end_id": 10, "vocab_size": 11}
     rows = beam_search(model, [[0, 1, 2], [4]], **options)
-    texts = [[prompt + tokenizer.decode(one.ids) for one in found] for prompt, found in zip(["abc", "e"], rows)]  # noqa: B905
+    texts = [
+        [prompt + tokenizer.decode(one.ids) for one in found] for prompt, found in zip(["abc", "e"], rows, strict=True)
+    ]
     for more in ([], ["--no-cache"]):
+        allocations.clear()
         assert command(folder, *argv, *more)[:2] == (0, f"{texts[0][0]}\n\n{texts[1][0]}\n")
+        assert allocations == ([] if more else [2])  # one row a prompt
     assert command(folder, *argv, "--num-samples", "2")[1] == "\n\n".join(texts[0][:2] + texts[1][:2]) + "\n"
     _, out, _ = command(folder, *argv, "--num-samples", "3", "--format", "jsonl")
     for line, one in zip(out.splitlines(), rows[0] + rows[1], strict=True):
