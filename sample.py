@@ -1,7 +1,7 @@
 """Generate text from a trained run, with the KV cache: python sample.py [RUN] [--prompt TEXT] ...
 
-`generate` and `stream` are the library; the command around them prints text as it comes. Standard output is the text
-alone, prompt first; everything else goes to standard error.
+`generate`, `stream` and `beam_search` are the library; the command around them prints text as it comes. Standard output
+is the text alone, prompt first; everything else goes to standard error.
 """
 
 import argparse
@@ -10,8 +10,9 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from config import UserError, command
 
@@ -43,19 +44,27 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--prompt-file", metavar="FILE", help="a file whose whole text is a prompt; - is standard input")
     number("--num-samples", int, 1, help="for each prompt (default: 1; without a prompt 3)")
     number("--max-new-tokens", int, 1, 2**31, default=256, help="length limit (default: 256)")
-    number("--temperature", float, 0, default=0.8, help="0 is greedy (default: 0.8)")
+    number("--temperature", float, 0, help="0 is greedy (default: 0.8; for an encoder-decoder 0)")
     number("--top-k", int, 0, default=0, help="only the N likeliest; 0: off (default)")
     number("--top-p", float, 0, 1, above=True, default=0.95, help="only the nucleus (default: 0.95; 1: off)")
     number("--min-p", float, 0, 1, default=0.0, help="only X times the likeliest or more; 0: off (default)")
     number("--repetition-penalty", float, 0.01, 100, default=1.0, help="1: off (default)")
     add("--stop", action="append", type=_text, default=[], metavar="TEXT", help="end before this text; may be repeated")
     number("--seed", int, 0, 2**63 - 1, default=0, help="sample i draws with seed N + i (default: 0)")
+    number("--beams", int, 1, 1000, help="the --num-samples best of a beam search this wide (default: off)")
     add("--no-cache", action="store_true", help="recompute everything at each token")
     add("--checkpoint", default="best", metavar="NAME", help="best (default), last, or a step-NNNNNN of the run")
     add("--format", choices=["text", "jsonl"], default="text", help="jsonl: one object a sample")
     add("--device", choices=["cpu", "cuda", "mps"], default="cpu", help="default: cpu")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights and the cache")
     options = parser.parse_args(argv)
+    if options.beams:
+        drawing = {"--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--stop", "--seed"}
+        if given := [name for name in (word.partition("=")[0] for word in argv) if name in drawing]:
+            parser.error(f"--beams looks for the likeliest text and takes no {given[0]}")
+        options.num_samples = options.num_samples or 1
+        if options.num_samples > options.beams:
+            parser.error(f"--num-samples: {options.num_samples} must be at most --beams, {options.beams}")
     if "" in options.stop:
         parser.error("--stop: the text to end before must not be empty")
     return options
@@ -147,7 +156,7 @@ class _Reader:
             self.cache = KVCache.allocate(model.config, len(prompts), capacity, weight.dtype, weight.device)
 
     def read(self, new: list[list[int]]) -> Tensor:
-        """Each row's new ids -> the logits (N, V) after the last of them."""
+        """Each row's new ids -> the logits (N, V) after the last of them, in float64 on the CPU."""
         if self.cache is None:
             self.texts = new = [text + ids for text, ids in zip(self.texts, new, strict=True)]
         width = PREFILL if self.cache is not None else max(map(len, new))
@@ -158,7 +167,10 @@ class _Reader:
             for row, piece in enumerate(pieces):
                 if piece and begin + len(piece) == len(new[row]):
                     last[row] = hidden[row, len(piece) - 1]
-        return self.model.lm_head(torch.stack(last))
+        logits = self.model.lm_head(torch.stack(last)).cpu().double()
+        if not logits.isfinite().all():
+            raise ValueError("the model's logits are not finite: its weights are damaged or its training diverged")
+        return logits
 
     def _features(self, pieces: list[list[int]]) -> Tensor:
         lengths = [len(piece) for piece in pieces]
@@ -170,7 +182,9 @@ class _Reader:
         return self.model.features(tokens, self.memory, ragged, cache=self.cache)
 
     def select(self, rows: list[int]) -> None:
-        """Goes on with these rows only."""
+        """Goes on with these rows, in this order, repeats allowed."""
+        if rows == list(range(len(self.texts))):
+            return
         self.texts = [self.texts[row] for row in rows]
         if self.cache is not None:
             self.cache = self.cache.select(rows)
@@ -210,25 +224,18 @@ def stream(
     (`max_new_tokens`, or the last of learned positions: a prompt of n ids yields at most max_seq_len - n + 1).
     ValueError for an empty prompt without `end_id`, one longer than learned positions, and settings out of range.
     """
-    _check(temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens)
-    was_training = model.training
-    model.eval()
-    try:
-        texts, memory = _starts(model, prompts, end_id)
-        if not texts or max_new_tokens == 0:
+    _check(temperature, top_k, top_p, min_p, repetition_penalty)
+    with _evaluation(model):
+        texts, limits, reader = _begin(model, prompts, end_id, max_new_tokens, use_cache)
+        if reader is None:
             return
-        limits = [min(max_new_tokens, _room(model, len(text))) for text in texts]
-        capacity = max(len(text) + limit - 1 for text, limit in zip(texts, limits, strict=True))
-        reader = _Reader(model, texts, memory, capacity, use_cache)
         generators = [torch.Generator().manual_seed(seed + row) for row in range(len(texts))]
         seen = torch.zeros(len(texts), model.config.vocab_size, dtype=torch.bool)
         for row, text in enumerate(texts):
             seen[row, text] = True
         rows, new, feed = list(range(len(texts))), [[] for _ in texts], texts
         while rows:
-            logits = reader.read(feed).cpu().double()
-            if not logits.isfinite().all():
-                raise ValueError("the model's logits are not finite: its weights are damaged or its training diverged")
+            logits = reader.read(feed)
             choices = penalize_repetition(logits, seen[rows], repetition_penalty)
             if vocab_size is not None:
                 choices[:, vocab_size:] = -torch.inf
@@ -242,12 +249,10 @@ def stream(
                 if reason is None:
                     going.append(place)
                 yield row, id, log_probabilities[place], reason
-            if len(going) < len(rows) and going:
+            if going:
                 reader.select(going)
             rows = [rows[place] for place in going]
             feed = [new[row][-1:] for row in rows]
-    finally:
-        model.train(was_training)
 
 
 def generate(model: Decoder | EncoderDecoder, prompts: Sequence[Sequence[int]], **options) -> list[list[int]]:
@@ -265,7 +270,119 @@ def generate(model: Decoder | EncoderDecoder, prompts: Sequence[Sequence[int]], 
     return rows
 
 
-def _check(temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens) -> None:
+class Hypothesis(NamedTuple):
+    ids: list[int]  # new ids, without the end
+    log_probabilities: list[float]  # of each id, the end included: the model's own distribution at temperature 1
+    score: float  # sum of log-probabilities / length penalty
+    reason: str  # end | length
+
+
+@torch.no_grad()
+def beam_search(
+    model: Decoder | EncoderDecoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    beams: int = 4,
+    max_new_tokens: int = 64,
+    length_penalty: float = 0.6,
+    end_id: int | None = None,
+    vocab_size: int | None = None,
+    use_cache: bool = True,
+) -> list[list[Hypothesis]]:
+    """Each prompt's best `beams` continuations found, best first: by score those that end with `end_id`, then by score
+    those that the limit cut off (a loop that never ends must not win).
+
+    The score of y is log p(y) / ((5 + |y|) / 6)^length_penalty, where |y| counts the end (arXiv 1609.08144, eq. 14);
+    0.6 as in "Attention Is All You Need", 0 for the plain sum. At each step, of the `beams` likeliest continuations
+    those that end are finished, and the `beams` likeliest of all others go on. One of these places is the greedy
+    path's, however unlikely it has become, and closes when that path ends: in the order above the best is never below
+    greedy's, and with one beam it is greedy's. A prompt is done when it has `beams` finished hypotheses that no live
+    one can pass, even if all that it adds were certain and its length the limit: stopping changes nothing. `end_id`,
+    `vocab_size`, the start, the limit and errors are as in `stream`.
+    """
+    if beams < 1:
+        raise ValueError(f"beams = {beams} must be 1 or more")
+    if not 0 <= length_penalty <= 10:
+        raise ValueError(f"length_penalty = {length_penalty} must be between 0 (the plain sum) and 10")
+    with _evaluation(model):
+        feed, limits, reader = _begin(model, prompts, end_id, max_new_tokens, use_cache)
+        if reader is None:
+            return [[Hypothesis([], [], 0.0, "length")] for _ in limits]
+        searches = going = [_Search(beams, limit, length_penalty, end_id) for limit in limits]
+        while going:
+            logits = reader.read(feed)
+            # Stable, as argmax is. Of one hypothesis no more can be kept than `beams` that go on and one that ends.
+            ids = logits[:, :vocab_size].sort(stable=True, descending=True).indices[:, : beams + 1]
+            choices = zip(ids.tolist(), logits.log_softmax(-1).gather(1, ids).tolist(), strict=True)
+            rows, n_read = [], 0
+            for search in going:
+                n_live = len(search.live)
+                search.grow([list(zip(*next(choices), strict=True)) for _ in range(n_live)])
+                rows += [n_read + path.parent for path in search.live]
+                n_read += n_live
+            going = [search for search in going if search.live]
+            feed = [path.ids[-1:] for search in going for path in search.live]
+            if going:
+                reader.select(rows)
+    return [search.found for search in searches]
+
+
+class _Path(NamedTuple):
+    log_p: float
+    ids: list[int]
+    log_probabilities: list[float]
+    parent: int  # its place among the live paths of the step before
+
+
+class _Search:
+    """The search of one prompt: the paths that still grow, the greedy one first while it does, and the best found."""
+
+    def __init__(self, beams: int, limit: int, length_penalty: float, end_id: int | None):
+        self.beams, self.limit, self.length_penalty, self.end_id = beams, limit, length_penalty, end_id
+        self.live, self.greedy, self.found = [_Path(0.0, [], [], 0)], True, []
+
+    def grow(self, choices: list[list[tuple[int, float]]]) -> None:
+        """One step with the likeliest ids of each live path and their log-probabilities."""
+        grown = [
+            _Path(path.log_p + log_p, [*path.ids, id], [*path.log_probabilities, log_p], parent)
+            for parent, path in enumerate(self.live)
+            for id, log_p in choices[parent]
+        ]
+        greedy = grown[: int(self.greedy)]
+        ranked = greedy + sorted(grown[len(greedy) :], key=lambda path: path.log_p, reverse=True)
+        others = self.beams - 1
+        self.keep([path for path in ranked[: len(greedy) + others] if path.ids[-1] == self.end_id], "end")
+        self.greedy = self.greedy and ranked[0].ids[-1] != self.end_id
+        self.live = [path for path in ranked if path.ids[-1] != self.end_id][: int(self.greedy) + others]
+        if self.live and len(self.live[0].ids) == self.limit:
+            self.keep(self.live, "length")
+            self.live = []
+        elif len(self.found) == self.beams:
+            within_reach = max((path.log_p for path in self.live), default=-math.inf) / self.penalty(self.limit)
+            self.live = self.live if within_reach > self.found[-1].score else []
+
+    def keep(self, paths: list[_Path], reason: str) -> None:
+        for log_p, ids, log_probabilities, _ in paths:
+            score = log_p / self.penalty(len(ids))
+            self.found.append(Hypothesis(ids[:-1] if reason == "end" else ids, log_probabilities, score, reason))
+        self.found = sorted(self.found, key=lambda one: (one.reason == "end", one.score), reverse=True)[: self.beams]
+
+    def penalty(self, length: int) -> float:
+        return ((5 + length) / 6) ** self.length_penalty
+
+
+@contextmanager
+def _evaluation(model) -> Iterator[None]:
+    """Without dropout; afterwards the model is in the mode it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _check(temperature, top_k, top_p, min_p, repetition_penalty) -> None:
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature = {temperature} must be 0 (greedy) or more")
     if top_k is not None and top_k < 0:
@@ -276,8 +393,18 @@ def _check(temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens)
         raise ValueError(f"min_p = {min_p} must be between 0 (off) and 1")
     if not 0.01 <= repetition_penalty <= 100:
         raise ValueError(f"repetition_penalty = {repetition_penalty} must be between 0.01 and 100 (1: off)")
+
+
+def _begin(model, prompts, end_id, max_new_tokens, use_cache) -> tuple[list[list[int]], list[int], _Reader | None]:
+    """What the decoder reads first, how many tokens each row may get, and a reader, if there is any token to come."""
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens = {max_new_tokens} must be 0 or more")
+    texts, memory = _starts(model, prompts, end_id)
+    limits = [min(max_new_tokens, _room(model, len(text))) for text in texts]
+    if max(limits, default=0) == 0:
+        return texts, limits, None
+    capacity = max(len(text) + limit - 1 for text, limit in zip(texts, limits, strict=True))
+    return texts, limits, _Reader(model, texts, memory, capacity, use_cache)
 
 
 def _starts(model, prompts, end_id: int | None) -> tuple[list[list[int]], Memory | None]:
@@ -368,25 +495,28 @@ def main(options: argparse.Namespace) -> None:
         ids = [[*source_tokenizer.encode(prompt), source_tokenizer.end_id] for prompt in prompts]
     else:
         ids = [tokenizer.encode(prompt) for prompt in prompts]
+    if options.temperature is None:
+        options.temperature = 0.0 if translating else 0.8
     settings = {
         name: getattr(options, name)
         for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     }
-    stop = stops_at(tokenizer, options.stop)
+    shared = {"end_id": tokenizer.end_id, "vocab_size": tokenizer.vocab_size, "use_cache": not options.no_cache}
+    stop, scores = stops_at(tokenizer, options.stop), None
     try:
-        events = stream(
-            model,
-            ids,
-            stop=stop,
-            end_id=tokenizer.end_id,
-            vocab_size=tokenizer.vocab_size,
-            use_cache=not options.no_cache,
-            **settings,
-        )
+        if options.beams:
+            n, length = options.num_samples, options.max_new_tokens
+            found = beam_search(model, ids[::n], beams=options.beams, max_new_tokens=length, **shared)
+            best = [(n * row, one) for row, hypotheses in enumerate(found) for one in hypotheses[:n]]
+            prompts, ids = ([each[row] for row, _ in best] for each in (prompts, ids))
+            scores = [one.score for _, one in best]
+            events = hypothesis_events([one for _, one in best], tokenizer.end_id)
+        else:
+            events = stream(model, ids, stop=stop, **shared, **settings)
         trained = math.inf if config.model.position == "learned" else config.model.max_seq_len
         events = note_length(events, [1 if translating else len(prompt) or 1 for prompt in ids], trained)
         if options.format == "jsonl":
-            print_jsonl(events, prompts, tokenizer, options.stop)
+            print_jsonl(events, prompts, tokenizer, options.stop, scores)
         else:
             print_text(events, [""] * len(prompts) if translating else prompts, tokenizer, options.stop, translating)
     except ValueError as error:  # a setting, or a prompt, that this model cannot take
@@ -394,7 +524,7 @@ def main(options: argparse.Namespace) -> None:
     except RuntimeError as error:  # torch has no class of its own for this on a CPU
         if "allocate memory" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
             raise
-        raise UserError("there is not enough memory; lower --max-new-tokens or --num-samples") from None
+        raise UserError("there is not enough memory; lower --max-new-tokens, --num-samples or --beams") from None
 
 
 def _device(name: str) -> str:
@@ -417,6 +547,14 @@ def read_prompts(options: argparse.Namespace, kind: str) -> list[str]:
     if not prompts and kind == "encoder_decoder":
         raise UserError("an encoder-decoder needs a source: --prompt TEXT")
     return [prompt for prompt in prompts or [""] for _ in range(options.num_samples or (1 if prompts else 3))]
+
+
+def hypothesis_events(hypotheses: Sequence[Hypothesis], end_id: int) -> Iterator[Event]:
+    """What `stream` would have said of these, one after another."""
+    for row, (ids, log_probabilities, _, reason) in enumerate(hypotheses):
+        steps = list(zip([*ids, end_id], log_probabilities, strict=False))
+        for place, (id, log_probability) in enumerate(steps, 1):
+            yield row, id, log_probability, reason if place == len(steps) else None
 
 
 def note_length(events: Iterator[Event], lengths: list[int], trained: int) -> Iterator[Event]:
@@ -454,8 +592,9 @@ def print_text(
                 print()
 
 
-def print_jsonl(events: Iterator[Event], prompts: list[str], tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-    """One object a sample, in order: prompt, text, tokens, stop reason, log-probability of each token."""
+def print_jsonl(events, prompts: list[str], tokenizer: Tokenizer, stops: Sequence[str], scores=None) -> None:
+    """One object a sample, in order: prompt, text, tokens, stop reason, log-probability of each token, and the score
+    where there are `scores`."""
     texts = [Text(tokenizer, stops) for _ in prompts]
     samples = [
         {"prompt": prompt, "text": "", "tokens": [], "reason": None, "log_probabilities": []} for prompt in prompts
@@ -466,7 +605,9 @@ def print_jsonl(events: Iterator[Event], prompts: list[str], tokenizer: Tokenize
         sample["tokens"].append(id)
         sample["log_probabilities"].append(log_probability)
         sample["reason"] = reason
-    for sample in samples:
+    for row, sample in enumerate(samples):
+        if scores:
+            sample["score"] = scores[row]
         print(json.dumps(sample, ensure_ascii=False), flush=True)
 
 
