@@ -1,14 +1,17 @@
-"""Measure a run: python bench.py stories [RUN]
+"""Measure a run: python bench.py stories [RUN], or translate [RUN]
 
-stories   how well a model trained on the built-in stories knows them: its loss on new draws and on held-out
-          combinations against the entropy of the grammar, what is right in stories it writes, and which of two
-          continuations it finds likelier.
+stories     how well a model trained on the built-in stories knows them: its loss on new draws and on held-out
+            combinations against the entropy of the grammar, what is right in stories it writes, and which of two
+            continuations it finds likelier.
+translate   how well an encoder-decoder translates, greedily and with beams: the pairs that its run kept from training,
+            or others.
 """
 
 import argparse
 import math
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -17,13 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from checkpoint import checkpoints, find_run, load_model, read_checkpoint
-from config import UserError, command
+from checkpoint import checkpoints, find_run, load_model, load_source_tokenizer, read_checkpoint
+from config import Config, UserError, command
+from data.loader import Pairs
 from data.prepare import Corpus, Split, prepare
+from data.sources import open_source
 from data.stories import check, minimal_pairs, tell
 from data.tokenizer import Tokenizer
-from sample import generate
-from train import Loss, Machine, grade, korean_tokens
+from generation import generate
+from train import Loss, Machine, grade, grade_pairs, korean_tokens, pairs_of
+from translation import compare
+from translation import translate as translate_pairs
 
 
 def stories(run: Path, checkpoint: str, n_stories: int, n_pairs: int, seed: int) -> None:
@@ -31,12 +38,7 @@ def stories(run: Path, checkpoint: str, n_stories: int, n_pairs: int, seed: int)
     model, tokenizer, config = load_model(run, checkpoint)
     if config.data.source != "stories" or config.model.kind != "decoder":
         raise UserError(f"{run} was trained on data.source = {config.data.source}; name a run on stories")
-    corpus = prepare(config.data)
-    _, _, state = read_checkpoint(checkpoints(run)[-1], optimizer=False)
-    if state["corpus"] != corpus.key:
-        raise UserError(
-            f"{run} was trained on other stories than there are now: their words, plots or code have changed"
-        )
+    corpus = corpus_of(run, config)
     tell_losses(model, corpus, config.model.max_seq_len)
     print(f"\n{n_stories} stories written (temperature 0.8, top-p 0.95, seed {seed})")
     training = documents(corpus, corpus.train)
@@ -47,6 +49,18 @@ def stories(run: Path, checkpoint: str, n_stories: int, n_pairs: int, seed: int)
     tell(check(texts, {tokenizer.decode(document.tolist()) for document in training}))
     print(f"\n{n_pairs} held-out stories cut after what a pronoun needed, such as 'because it was too tired'")
     tell({"the right line likelier": (count_preferred(model, tokenizer, n_pairs, seed), n_pairs)})
+
+
+def corpus_of(run: Path, config: Config) -> Corpus:
+    """The prepared corpus that a run was trained on. Raises `UserError` if it is another by now."""
+    corpus = prepare(config.data, pairs=config.model.kind == "encoder_decoder")
+    _, _, state = read_checkpoint(checkpoints(run)[-1], optimizer=False)
+    if state["corpus"] != corpus.key:
+        raise UserError(
+            f"data.source = {config.data.source} is no longer what {run} was trained on: its text, or the code that "
+            f"makes it, has changed"
+        )
+    return corpus
 
 
 def tell_losses(model: nn.Module, corpus: Corpus, context: int) -> None:
@@ -106,21 +120,81 @@ def log_probs(model: nn.Module, tokenizer: Tokenizer, pairs: Sequence[tuple[str,
     return torch.stack(found)
 
 
+def translate(run: Path, checkpoint: str, source: str | None, n: int, beams: int) -> None:
+    """Prints how many of at most `n` pairs a run translates right: of each split, or of another source."""
+    model, tokenizer, config = load_model(run, checkpoint)
+    if config.model.kind != "encoder_decoder":
+        raise UserError(f"{run} is a decoder; name a run with model.kind = encoder_decoder")
+    source_tokenizer = load_source_tokenizer(run, config)
+    for title, pairs in pairs_to_translate(run, config, source, n, tokenizer, source_tokenizer):
+        values = grade_pairs(Loss(model), pairs, Machine("cpu", torch.float32, False), rows=64)
+        print(f"{title}: {min(n, len(pairs)):,} of {len(pairs):,} pairs; {values['loss']:.4f} nats per token of all")
+        right = [tokenizer.decode(pairs.target(row)) for row in range(min(n, len(pairs)))]
+        scores = []
+        for width in dict.fromkeys((1, beams)):
+            begin = time.perf_counter()
+            found = translate_pairs(model, pairs, tokenizer, n, width)
+            seconds, texts = time.perf_counter() - begin, [tokenizer.decode(one.ids) for one in found]
+            marks = compare(texts, right)
+            print(
+                f"  {'greedy' if width == 1 else f'{width} beams':10}{marks['exact']:8.2%} exactly right, chrF "
+                f"{marks['chrf']:.2f}, BLEU {marks['bleu']:.2f}, {seconds:.1f} s"
+            )
+            scores.append(np.array([(one.reason == "end", round(one.score, 6)) for one in found], "i8,f8"))
+        if beams > 1:
+            greedy, best = (values.tolist() for values in scores)
+            never_below, above = (sum(map(test, best, greedy)) for test in (tuple.__ge__, tuple.__gt__))
+            print(f"  {beams} beams score as greedy does or higher: {never_below:,} of {len(best):,}, {above:,} higher")
+        wrong = [row for row, text in enumerate(texts) if text != right[row]]
+        for row in wrong[:5]:
+            print(f"    {source_tokenizer.decode(pairs.source(row))} → {texts[row]}  (right: {right[row]})")
+
+
+def pairs_to_translate(
+    run: Path, config: Config, source: str | None, n: int, tokenizer: Tokenizer, source_tokenizer: Tokenizer
+) -> Iterator[tuple[str, Pairs]]:
+    """What the run kept from training, or the first `n` pairs of another source."""
+    context = config.model.max_seq_len
+    if source is None:
+        corpus = corpus_of(run, config)
+        for title, split in {"new pairs": corpus.val, "held-out combinations": corpus.held_out}.items():
+            if split:
+                yield title, pairs_of(split, corpus, context)
+        return
+    data = config.data.model_copy(update={"source": source, "target_tokenizer": None})
+    documents = list(islice(open_source(data, pairs=True).read(), 2 * n))
+    ids = {True: [], False: []}
+    for document in documents:
+        reader = source_tokenizer if document.is_source else tokenizer
+        ids[document.is_source] += [*reader.encode(document.text), reader.end_id]
+    ends = source_tokenizer.end_id, tokenizer.end_id
+    yield source, Pairs(np.array(ids[True]), np.array(ids[False]), *ends, context)
+
+
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python bench.py", description="Measure a run.")
     commands = parser.add_subparsers(dest="what", required=True)
     one = commands.add_parser("stories", help="a model of the built-in stories, against their grammar")
-    one.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run (default: the newest)")
-    one.add_argument("--checkpoint", default="best", metavar="NAME", help="best (default), last, or a step-NNNNNN")
     one.add_argument("--stories", type=int, default=200, metavar="N", help="how many to write (default: %(default)s)")
     one.add_argument("--pairs", type=int, default=500, metavar="N", help="how many to compare (default: %(default)s)")
     one.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
+    two = commands.add_parser("translate", help="an encoder-decoder, against the right translations")
+    for each in (one, two):
+        each.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run (default: the newest)")
+        each.add_argument("--checkpoint", default="best", metavar="NAME", help="best (default), last, or a step-NNNNNN")
+    two.add_argument("--source", metavar="SOURCE", help="other pairs, such as a .tsv file (default: the run's)")
+    two.add_argument("--pairs", type=int, default=1000, metavar="N", help="how many at most (default: %(default)s)")
+    two.add_argument("--beams", type=int, default=4, metavar="N", help="beside greedy (default: %(default)s)")
     options = parser.parse_args(argv)
-    for name in ("stories", "pairs"):
-        if getattr(options, name) < 1:
+    for name in ("stories", "pairs", "beams"):
+        if getattr(options, name, 1) < 1:
             parser.error(f"--{name} must be at least 1, not {getattr(options, name)}")
-    stories(find_run(options.run), options.checkpoint, options.stories, options.pairs, options.seed)
+    run = find_run(options.run)
+    if options.what == "stories":
+        stories(run, options.checkpoint, options.stories, options.pairs, options.seed)
+    else:
+        translate(run, options.checkpoint, options.source, options.pairs, options.beams)
 
 
 if __name__ == "__main__":

@@ -91,10 +91,10 @@ from config.schema import ModelConfig
 from data.loader import IGNORE, Batches, PairBatches, Pairs, check_ids, check_length, validation_windows
 from data.prepare import Corpus, Split, prepare
 from data.tokenizer import Tokenizer
+from generation import generate
 from model import build_model
 from optim import build_optimizer, learning_rate, set_learning_rate
 from plots import loss_curve
-from sample import generate
 from translation import compare, translate
 
 
@@ -279,7 +279,7 @@ class Trainer:
         for name in [name for name in self.splits if name != "train"]:
             if self.corpus.pairs:
                 grades[name] = grade_pairs(self.loss, self.pairs[name], self.machine, rows)
-                grades[name] |= compare(*translate(self.model, self.pairs[name], self.corpus.tokenizer, TRANSLATED))
+                grades[name] |= compare(*self.translations(name, TRANSLATED)[1:])
             else:
                 grades[name] = grade(self.loss, self.splits[name], self.corpus, self.machine, context, rows)
         return {f"{name}_{key}": value for name, values in grades.items() for key, value in values.items()}
@@ -288,12 +288,9 @@ class Trainer:
         """A few words of the model's own, from the start token; of pairs some translations, and what is right."""
         tokenizer = self.corpus.tokenizer
         if self.corpus.pairs:
-            pairs = self.pairs.get("held_out", self.pairs["val"])
-            shown = enumerate(zip(*translate(self.model, pairs, tokenizer, SHOWN), strict=True))
-            sources = [self.corpus.source_tokenizer.decode(pairs.source(row)) for row in range(SHOWN)]
+            rows = zip(*self.translations("held_out" if self.corpus.held_out else "val", SHOWN), strict=True)
             return "\n".join(
-                f"{sources[row]} → {text}" + ("" if text == right else f"  (right: {right})")
-                for row, (text, right) in shown
+                f"{source} → {text}" + ("" if text == right else f"  (right: {right})") for source, text, right in rows
             )
         (ids,) = generate(
             self.model,
@@ -306,6 +303,13 @@ class Trainer:
             seed=self.state.step,
         )
         return tokenizer.decode(ids)
+
+    def translations(self, split: str, n: int) -> tuple[list[str], list[str], list[str]]:
+        """Of the first pairs of a split the sources, the model's greedy translations, and the targets."""
+        pairs, tokenizer = self.pairs[split], self.corpus.tokenizer
+        texts = [tokenizer.decode(best.ids) for best in translate(self.model, pairs, tokenizer, n)]
+        sources = [self.corpus.source_tokenizer.decode(pairs.source(row)) for row in range(len(texts))]
+        return sources, texts, [tokenizer.decode(pairs.target(row)) for row in range(len(texts))]
 
     def save(self, best: bool = False) -> Path:
         """Writes a checkpoint. Raises `UserError` when the disk does not take it; the one before it stays whole."""

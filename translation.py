@@ -1,4 +1,4 @@
-"""How well an encoder-decoder translates: its translations of a split's pairs, beside those that are right."""
+"""How well an encoder-decoder translates: its translations of pairs, beside the right ones."""
 
 from collections.abc import Sequence
 
@@ -7,33 +7,26 @@ from torch import nn
 
 from data.loader import Pairs
 from data.tokenizer import Tokenizer
-from sample import generate
+from generation import Hypothesis, beam_search
 
 ROWS = 128  # sources translated at a time
 
 
-def translate(model: nn.Module, pairs: Pairs, tokenizer: Tokenizer, n: int) -> tuple[list[str], list[str]]:
-    """Greedy translations of the first `n` pairs, and the targets: (texts, references), in their order.
+def translate(model: nn.Module, pairs: Pairs, tokenizer: Tokenizer, n: int, beams: int = 1) -> list[Hypothesis]:
+    """The best hypothesis for each of the first `n` sources: greedy, or of so many `beams`.
 
-    No text is longer, in tokens, than the longest of those targets: what went on would be wrong all the more.
+    None is longer, in tokens, than the longest of the `n` targets: what went on would be wrong all the more.
     """
-    n = min(n, len(pairs))
-    longest = int(pairs.lengths[1, :n].max())
-    texts = [""] * n
-    chosen = pairs.by_length()
-    chosen = chosen[chosen < n]
-    for first in range(0, n, ROWS):
-        rows = chosen[first : first + ROWS]
-        ids = generate(
-            model,
-            [pairs.source(row) for row in rows],
-            max_new_tokens=longest,
-            end_id=tokenizer.end_id,
-            vocab_size=tokenizer.vocab_size,
-        )
-        for row, new in zip(rows, ids, strict=True):
-            texts[row] = tokenizer.decode(new)
-    return texts, [tokenizer.decode(pairs.target(row)) for row in range(n)]
+    longest, order = int(pairs.lengths[1, :n].max()), pairs.by_length()
+    order = order[order < n]
+    found = {}
+    for first in range(0, len(order), ROWS):
+        rows = order[first : first + ROWS]
+        sources = [pairs.source(row) for row in rows]
+        ends = {"end_id": tokenizer.end_id, "vocab_size": tokenizer.vocab_size}
+        hypotheses = beam_search(model, sources, beams=beams, max_new_tokens=longest, **ends)
+        found |= {row: best for row, (best, *_) in zip(rows.tolist(), hypotheses, strict=True)}
+    return [found[row] for row in sorted(found)]
 
 
 def compare(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:

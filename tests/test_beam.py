@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from data.tokenizer import CharTokenizer
+from generation import Hypothesis, beam_search, generate
 from model import KVCache
-from sample import Hypothesis, beam_search, generate
 from tests.helpers import POST_NORM, WINDOW, BruteForce, random_tokens
-from tests.test_sample import ENCODER_DECODER, always, build, chain, prompts_of, shapes_read
-from tests.test_sample_command import assert_refused, command, save  # noqa: F401
+from tests.test_generation import ENCODER_DECODER, always, build, chain, prompts_of, shapes_read
+from tests.test_sample import assert_refused, command, save  # noqa: F401
 
 CASES = {
     "rope": {},

@@ -8,8 +8,8 @@ from attention import KERNELS
 from cache import KVCache
 from checkpoint import read_checkpoint
 from config.schema import ModelConfig
+from generation import generate
 from model import build_model
-from sample import generate
 from tests.helpers import TINY
 from tests.training import byte_corpus, settings
 

@@ -20,8 +20,8 @@ LEVELS = [
     ["model", "optim", "data.loader", "data.stories", "data.tasks"],
     ["data.sources"],
     ["checkpoint", "data.prepare"],
-    ["sample", "pretrained"],
-    ["translation"],
+    ["generation", "pretrained"],
+    ["sample", "translation"],
     ["train"],
     ["experiments", "bench"],
 ]

@@ -1,761 +1,580 @@
-"""The sampler as a library: which ids come, from which distribution, until when; and the text they become."""
+"""python sample.py: what it prints where, and what it says to those who ask for the impossible.
 
-import copy
-import random
+A process costs seconds before its first line, so most tests run the same file as `__main__` in this one.
+"""
+
+import json
+import os
+import re
+import runpy
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import sample
-from config.schema import ModelConfig
-from data.tokenizer import ByteTokenizer, Tokenizer
-from model import build_model
-from sample import Text, draw, generate, keep_min_p, keep_top_k, keep_top_p, penalize_repetition, stops_at, stream
-from tests import helpers
-from tests.helpers import POSITIONS, POST_NORM, WINDOW, greedy, random_tokens
+from checkpoint import link, load_model, save_checkpoint
+from config import Config, ModelConfig, to_toml
+from data.tokenizer import ByteTokenizer, CharTokenizer, train_tokenizer
+from generation import generate, stream
+from tests.helpers import BruteForce, build
+from tests.test_generation import chain
+from tests.test_plots import Page
 
-ENCODER_DECODER = {"kind": "encoder_decoder", "n_encoder_layer": 2, **POST_NORM}
-NEVER = -torch.inf
-
-
-def build(**options) -> torch.nn.Module:
-    """Tiny, with a head of its own: tied to large embeddings it would only repeat the newest token."""
-    return helpers.build(tie_embeddings=False, **options)
-
-
-def prompts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
-    return [random_tokens(n, seed=seed + place).tolist() for place, n in enumerate(lengths)]
+ROOT = Path(__file__).parents[1]
+TEXT = "The cat sat. 고양이가 앉았다 🎉 déjà vu.\n"
+TRAIN = """--data.source text.txt --data.tokenizer chars --train.steps 20 --optim.warmup-steps 1 --train.batch-size 4
+    --train.device cpu --train.dtype float32 --train.compile off
+    --model.n-layer 1 --model.n-head 2 --model.n-kv-head 1 --model.d-model 16 --model.max-seq-len 16"""
 
 
-def chain(logits) -> torch.nn.Module:
-    """A real decoder whose logits are `logits[newest id]` (V, V): one-hot embeddings, and blocks that add nothing."""
-    logits = torch.as_tensor(logits, dtype=torch.float64)
-    n = len(logits)
-    shape = {"vocab_size": n, "n_layer": 1, "n_head": 1, "d_model": n, "d_ff": 4, "max_seq_len": 64}
-    model = build_model(ModelConfig(**shape, position="none", tie_embeddings=False, norm_eps=1e-12)).eval()
-    with torch.no_grad():
-        model.decoder.embed.weight.copy_(torch.eye(n))
-        for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.zero_()
-        model.lm_head.weight.copy_(logits.T / n**0.5)  # the final norm makes the one-hot vector this much longer
-    return model
+def process(
+    script: str, *argv: str, cwd: Path, flags=(), input: bytes | None = None, **env
+) -> subprocess.CompletedProcess:
+    """`python script` as people run it, but from another folder, without a terminal and with nothing to read."""
+    result = subprocess.run(
+        [sys.executable, *flags, ROOT / script, *argv],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        timeout=120,
+        **({"stdin": subprocess.DEVNULL} if input is None else {"input": input}),
+    )
+    result.stdout, result.stderr = result.stdout.decode(), result.stderr.decode()
+    return result
 
 
-def always(logits) -> torch.nn.Module:
-    """The same logits (V,) at every step."""
-    return chain(torch.as_tensor(logits, dtype=torch.float64).repeat(len(logits), 1))
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A folder in which people have just trained on a small text of their own."""
+    folder = tmp_path_factory.mktemp("workplace")
+    (folder / "text.txt").write_text(TEXT * 100, "utf-8")
+    result = process("train.py", *TRAIN.split(), cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert (folder / "runs" / "stories" / "best").is_dir()
+    return folder
 
 
-def counting(n: int = 12) -> torch.nn.Module:
-    """After k comes k + 1, by far the likeliest."""
-    return chain(9 * torch.eye(n, dtype=torch.float64).roll(1, dims=1))
+def save(run: Path, model: torch.nn.Module, tokenizer, step: int = 1) -> Path:
+    """A run of this model, as training would have left it."""
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "config.toml").write_text(to_toml(Config(model=model.config)), "utf-8")
+    tokenizer.save(run / "tokenizer")
+    folder = save_checkpoint(run, model, torch.optim.SGD(model.parameters(), lr=1.0), {"step": step}, keep=5)
+    if not (run / "best").exists():
+        link(run, "best", folder)
+    return run
 
 
-def softmax(logits) -> np.ndarray:
-    e = np.exp(np.asarray(logits, dtype=np.float64) - np.max(logits))
-    return e / e.sum()
+def alphabet_model(n: int, stride: int = 1) -> torch.nn.Module:
+    return chain(15 * torch.eye(n, dtype=torch.float64).roll(stride, dims=1))
 
 
-def distribution(logits, temperature=1.0, top_k=None, top_p=None, min_p=None) -> np.ndarray:
-    """What a draw should follow, in the documented order, from sorted lists and loops."""
-    p = softmax(np.asarray(logits, dtype=np.float64) / temperature)
-    kept = sorted(range(len(p)), key=lambda id: -p[id])
-    if top_k:
-        kept = kept[:top_k]
-    if top_p is not None:
-        total, enough = sum(p[id] for id in kept), []
-        while sum(p[id] for id in enough) < (top_p - 1e-9) * total:
-            enough.append(kept[len(enough)])
-        kept = enough or kept[:1]
-    if min_p:
-        kept = [id for id in kept if p[id] >= min_p * p[kept[0]]]
-    q = np.zeros_like(p)
-    q[kept] = p[kept]
-    return q / q.sum()
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory) -> Path:
+    """A folder whose one run says the alphabet from a to j, then ends."""
+    folder = tmp_path_factory.mktemp("letters")
+    save(folder / "runs" / "letters", alphabet_model(11), CharTokenizer("abcdefghij"))
+    return folder
 
 
-def counts(logits, n_rows: int = 500, n_steps: int = 10, **options) -> np.ndarray:
-    """How often each id comes in `n_rows` times `n_steps` draws."""
-    rows = generate(always(logits), [[0]] * n_rows, max_new_tokens=n_steps, **{"temperature": 1.0, "seed": 7} | options)
-    return np.bincount([id for row in rows for id in row], minlength=len(logits))
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs sample.py as `__main__` in a folder: (exit code, standard output, standard error)."""
+
+    def run(cwd: Path, *argv: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["sample.py", *argv])
+        code = 0
+        try:
+            runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return run
 
 
-def support(logits, **options) -> set[int]:
-    return set(np.flatnonzero(counts(logits, 300, 1, **options)).tolist())
+def assert_refused(outcome: tuple[int, str, str], says: str) -> None:
+    code, out, err = outcome
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"error: [^\n]+\n", err), err
+    assert re.search(says, err), err
 
 
-def p_value(observed: np.ndarray, expected: np.ndarray) -> float:
-    """Of Pearson's chi-square test; 0 when something impossible was seen."""
-    if observed[expected == 0].any():
-        return 0.0
-    observed, expected = observed[expected > 0], expected[expected > 0] * observed.sum()
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    return torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2), torch.tensor(statistic / 2)).item()
+# --- what is printed ------------------------------------------------------------------------------------------------
 
 
-def shapes_read(model, monkeypatch) -> list[tuple[int, int]]:
-    """The shapes of all tokens that the model is given from now on."""
-    shapes, features = [], model.features
-
-    def recording(tokens, *args, **kwargs):
-        shapes.append(tuple(tokens.shape))
-        return features(tokens, *args, **kwargs)
-
-    monkeypatch.setattr(model, "features", recording)
-    return shapes
-
-
-PROBABILITIES = [0.45, 0.25, 0.2, 0.1]
-LOGITS = np.log(PROBABILITIES)
+def test_f57_standard_output_is_the_text_alone_prompt_first_and_notices_are_on_standard_error(workplace):
+    result = process("sample.py", "--prompt", "The cat", "--prompt", "고양", "--seed", "5", cwd=workplace)
+    model, tokenizer, _ = load_model(workplace / "runs" / "stories")
+    prompts = [tokenizer.encode("The cat"), tokenizer.encode("고양")]
+    settings = {"max_new_tokens": 256, "temperature": 0.8, "top_p": 0.95, "seed": 5}
+    rows = generate(model, prompts, end_id=tokenizer.end_id, vocab_size=tokenizer.vocab_size, **settings)
+    assert result.stdout == "\n\n".join(map(tokenizer.decode, map(list.__add__, prompts, rows))) + "\n"
+    assert result.returncode == 0
+    assert re.fullmatch(r"note: .*16 tokens.*\n", result.stderr)
 
 
-# --- choice: greedy -------------------------------------------------------------------------------------------------
+def test_f31_korean_goes_in_and_out_whatever_the_console(workplace, command):
+    argv = ["--prompt", "고양이 🎉", "--stop", "다", "--max-new-tokens", "40", "--temperature", "2"]
+    result = process("sample.py", *argv, cwd=workplace, LC_ALL="C", PYTHONUTF8="0")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("고양이 🎉")
+    assert (0, result.stdout, result.stderr) == command(workplace, *argv)
 
 
-@pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("temperature", [0, 0.0, 1e-8, 1e-308])
-def test_f18_temperature_zero_or_nearly_takes_the_likeliest_of_the_full_forward(position, temperature):
-    model, (prompt,) = build(position=position), prompts_of(5)
-    expected = greedy(model, prompt, 12, use_cache=False)
-    assert len(set(expected)) > 1
-    for seed in (0, 1):
-        assert generate(model, [prompt], max_new_tokens=12, temperature=temperature, seed=seed) == [expected]
+def test_a_prompt_from_standard_input_loses_its_byte_order_mark_and_carriage_returns(workplace):
+    argv = ["--prompt-file", "-", "--max-new-tokens", "1", "--format", "jsonl"]
+    result = process("sample.py", *argv, cwd=workplace, input="\ufeff고양\r\nThe".encode())
+    assert result.stderr == ""
+    assert json.loads(result.stdout)["prompt"] == "고양\nThe"
 
 
-def test_a_temperature_far_from_zero_does_not_always_take_the_likeliest():
-    model, (prompt,) = build(), prompts_of(5)
-    assert generate(model, [prompt], max_new_tokens=12, temperature=3.0) != [greedy(model, prompt, 12)]
+def test_a_prompt_from_a_file(letters, command, tmp_path):
+    (tmp_path / "prompt.txt").write_bytes("\ufeffc".encode())
+    assert command(letters, "--prompt-file", str(tmp_path / "prompt.txt"))[:2] == (0, "cdefghij\n")
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("argv", "text"),
     [
-        ("temperature", -1),
-        ("temperature", -1e-9),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("top_k", -1),
-        ("top_p", 0.0),
-        ("top_p", 1.5),
-        ("top_p", float("nan")),
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", float("inf")),
-        ("max_new_tokens", -1),
+        (["--prompt", "c"], "cdefghij\n"),
+        (["--prompt", "c", "--prompt", "i"], "cdefghij\n\nij\n"),  # the second ends first
+        (["--prompt", "i", "--prompt", "c"], "ij\n\ncdefghij\n"),
+        (["--prompt", "c", "--num-samples", "2"], "cdefghij\n\ncdefghij\n"),
+        (["--prompt", "c", "--max-new-tokens", "2"], "cde\n"),
+        (["--prompt", "c", "--stop", "gh"], "cdef\n"),
+        (["--prompt", "c", "--stop", "hx", "--stop", "efg"], "cd\n"),
+        (["--prompt", "c", "--stop", "jk"], "cdefghij\n"),  # j was held back
+        (["--prompt", "c", "--stop", "cd"], "cdefghij\n"),  # the prompt is not part of it
+        (["--prompt", "c", "--no-cache"], "cdefghij\n"),
+        (["--prompt", "c", "--dtype", "bfloat16"], "cdefghij\n"),
+        (["runs/letters", "--prompt", "c", "--temperature", "0"], "cdefghij\n"),
     ],
+    ids=" ".join,
 )
-def test_f17_f18_settings_out_of_range_are_refused_in_one_line_that_names_them(option, value):
-    with pytest.raises(ValueError, match=f"^{option} = {value} .+$"):
-        generate(counting(), [[1]], **{"temperature": 1.0} | {option: value})
+def test_samples_are_printed_one_after_another(letters, command, argv, text):
+    code, out, _ = command(letters, *argv)
+    assert (code, out) == (0, text)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
-def test_f18_a_model_that_computes_no_numbers_is_refused(weight, temperature):
-    model = build()
-    with torch.no_grad():
-        model.lm_head.weight[3, 0] = weight
-    with pytest.raises(ValueError, match="not finite"):
-        generate(model, [[1, 2]], temperature=temperature)
+@pytest.mark.parametrize("argv", [[], ["--prompt", "", "--num-samples", "3"]], ids=["none", "empty"])
+def test_f21_without_a_prompt_three_samples_start_from_the_end_of_text(letters, command, argv):
+    assert command(letters, *argv)[:2] == (0, "\n\n".join(["abcdefghij"] * 3) + "\n")
 
 
-# --- choice: filters ------------------------------------------------------------------------------------------------
+def test_f22_nothing_is_printed_past_the_end_of_text(letters, command):
+    code, out, _ = command(letters, "--prompt", "i", "--format", "jsonl", "--max-new-tokens", "50")
+    assert (code, json.loads(out)["tokens"], json.loads(out)["text"]) == (0, [9, 10], "j")
 
 
-@pytest.mark.parametrize("off", [200, 11, 0])
-def test_f17_top_k_of_the_vocabulary_or_more_and_zero_are_no_filter(off):
-    model, options = always(torch.zeros(11)), {"max_new_tokens": 40, "temperature": 1.0, "seed": 3}
-    assert generate(model, [[0]], top_k=off, **options) == generate(model, [[0]], top_k=None, **options)
-    assert len(set(generate(model, [[0]], top_k=off, **options)[0])) > 5
-
-
-def test_top_k_keeps_the_k_likeliest_of_each_row():
-    logits = torch.tensor([[1.0, 4.0, 2.0, 3.0], [0.0, -1.0, -2.0, -3.0]])
-    assert keep_top_k(logits, 2).tolist() == [[NEVER, 4, NEVER, 3], [0, -1, NEVER, NEVER]]
-    assert keep_top_k(logits, 1).tolist() == [[NEVER, 4, NEVER, NEVER], [0, NEVER, NEVER, NEVER]]
-    assert support([0.0, 1.0, 2.0, 3.0], top_k=2, temperature=5.0) == {2, 3}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("p", [0.01, 1e-6, 1e-30, 0.999999, 1.0])
-def test_f19_the_nucleus_of_a_peak_is_the_peak(p, dtype):
-    peak = torch.tensor([[50.0, 0.0, 0.0, 0.0], [0.0, 0.0, 50.0, 0.0], [-3e4, -3e4, -3e4, 3e4]], dtype=dtype)
-    kept = keep_top_p(peak, p)
-    assert kept.softmax(-1).argmax(-1).tolist() == [0, 2, 3]
-    assert kept.softmax(-1).isfinite().all()
-    if p < 0.9:
-        assert (kept > NEVER).tolist() == [
-            [True, False, False, False],
-            [False, False, True, False],
-            [False] * 3 + [True],
-        ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("p", [0.01, 1e-6])
-def test_f19_peaked_models_draw_the_peak(p, dtype):
-    model = always([50.0, 0.0, 0.0, 0.0]).to(dtype)
-    assert generate(model, [[1]], max_new_tokens=30, temperature=1.0, top_p=p) == [[0] * 30]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_f19_the_nucleus_of_equals_is_never_empty(dtype):
-    kept = keep_top_p(torch.zeros(1, 1000, dtype=dtype), 1e-9)
-    assert (kept > NEVER).sum() == 1
-
-
-def test_f20_the_token_that_crosses_the_threshold_is_kept():
-    observed = counts(LOGITS, top_p=0.6)
-    assert observed[2:].tolist() == [0, 0]
-    assert observed[0] / observed.sum() == pytest.approx(0.45 / 0.7, abs=0.03)
-
-
-def test_f20_an_exact_hit_keeps_no_token_more():
-    observed = counts(np.log([0.5, 0.25, 0.125, 0.125]), top_p=0.75)
-    assert observed[2:].tolist() == [0, 0]
-    assert observed[0] / observed.sum() == pytest.approx(2 / 3, abs=0.03)
+def test_jsonl_is_one_object_a_sample(letters, command):
+    argv = [
+        "--prompt",
+        "c",
+        "--prompt",
+        "a",
+        "--stop",
+        "ef",
+        "--max-new-tokens",
+        "7",
+        "--prompt",
+        "h",
+        "--format",
+        "jsonl",
+    ]
+    code, out, _ = command(letters, *argv)
+    c, a, h = map(json.loads, out.splitlines())
+    assert code == 0
+    assert [list(s) for s in (c, a, h)] == [["prompt", "text", "tokens", "reason", "log_probabilities"]] * 3
+    assert [c[key] for key in ("prompt", "text", "tokens", "reason")] == ["c", "d", [3, 4, 5], "stop"]
+    assert [a[key] for key in ("prompt", "text", "tokens", "reason")] == ["a", "bcd", [1, 2, 3, 4, 5], "stop"]
+    assert [h[key] for key in ("prompt", "text", "tokens", "reason")] == ["h", "ij", [8, 9, 10], "end"]
+    sure = torch.tensor([15.0] + [0.0] * 10, dtype=torch.float64).log_softmax(-1)[0].item()
+    assert h["log_probabilities"] == pytest.approx([sure] * 3, rel=1e-3)
+    _, out, _ = command(letters, "--prompt", "c", "--max-new-tokens", "1", "--format", "jsonl")
+    assert json.loads(out)["reason"] == "length"
 
 
 @pytest.mark.parametrize(
-    ("p", "kept"),
-    [(0.1, 1), (0.45, 1), (0.451, 2), (0.7, 2), (0.701, 3), (0.9, 3), (0.901, 4), (1.0, 4)],
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": 2.5},
+        {"top_k": 2},
+        {"top_p": 0.3},
+        {"min_p": 0.9},
+        {"repetition_penalty": 5.0},
+        {"seed": 9},
+        {"max_new_tokens": 11},
+    ],
+    ids=str,
 )
-def test_f20_the_nucleus_is_the_smallest_set_that_reaches_p_wherever_its_tokens_lie(p, kept):
-    logits = torch.tensor(LOGITS).unsqueeze(0)
-    assert (keep_top_p(logits, p) > NEVER).tolist() == [[place < kept for place in range(4)]]
-    assert (keep_top_p(logits[:, [2, 0, 3, 1]], p) > NEVER).tolist() == [[place < kept for place in (2, 0, 3, 1)]]
-
-
-@pytest.mark.parametrize(("p", "kept"), [(0.0, 4), (0.2, 4), (0.23, 3), (0.5, 2), (0.56, 1), (1.0, 1)])
-def test_min_p_keeps_tokens_at_least_that_share_of_the_likeliest(p, kept):
-    filtered = keep_min_p(torch.tensor(LOGITS).unsqueeze(0) + 3, p)  # 0.45, 0.25, 0.2, 0.1: shares 1, .556, .444, .222
-    assert (filtered > NEVER).tolist() == [[place < kept for place in range(4)]]
-    assert support(LOGITS, min_p=p) == set(range(kept))
-
-
-def test_the_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_tokens_that_occurred():
-    logits = torch.tensor([[3.0, -3.0, 3.0, -3.0, 0.0]])
-    seen = torch.tensor([[True, True, False, False, True]])
-    assert penalize_repetition(logits, seen, 1.5).tolist() == [[2.0, -4.5, 3.0, -3.0, 0.0]]
-    assert penalize_repetition(logits, seen, 1.0).tolist() == logits.tolist()
-
-
-def test_the_repetition_penalty_counts_the_prompt_and_what_was_generated_each_row_its_own():
-    model = always([3.0, 2.8, 2.6, 2.4, -1.0])
-    rows = generate(model, [[0], [4], [1, 0], [4, 2]], max_new_tokens=4, repetition_penalty=2.0)
-    assert rows == [[1, 2, 3, 0], [0, 1, 2, 3], [2, 3, 0, 0], [0, 1, 3, 0]]
-    assert generate(model, [[0]], max_new_tokens=4) == [[0] * 4]
-
-
-def test_filters_follow_the_documented_order():
-    assert support(LOGITS, temperature=0.5, top_p=0.6) == {0}  # temperature first: 0.643, then the nucleus
-    assert support(LOGITS, temperature=2.0, top_p=0.65) == {0, 1, 2}
-    assert support(LOGITS, top_k=2, top_p=0.64) == {0}  # top-k first: 0.643 of what is left
-    assert support(LOGITS, temperature=2.0, min_p=0.6) == {0, 1, 2}  # temperature before min-p
-    assert support([2.0, 1.9, 1.8, 0.0], top_k=1, repetition_penalty=2.0) == {1}  # the penalty before top-k
-    assert support([2.0, 1.9, 1.8, 0.0], top_k=2, vocab_size=2) == {0, 1}  # and before ids are banned
-    assert support([0.0, 1.9, 9.0, 9.0], top_p=0.5, vocab_size=2) == {1}
-
-
-# --- choice: the draw -----------------------------------------------------------------------------------------------
-
-SETTINGS = [
-    {},
-    {"temperature": 0.5},
-    {"temperature": 1.7},
-    {"top_k": 3},
-    {"top_p": 0.8},
-    {"min_p": 0.25},
-    {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.1},
-]
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_draws_follow_the_distribution(settings):
-    logits = np.random.default_rng(0).normal(scale=2, size=9)
-    observed = counts(logits, **settings)
-    assert p_value(observed, distribution(logits, **settings)) > 1e-3
-    other = settings | {"temperature": 1.25 * settings.get("temperature", 1.0)}
-    assert p_value(observed, distribution(logits, **other)) < 1e-6  # it would have been noticed
-
-
-def test_every_draw_is_allowed_by_every_filter():
-    rng, model = np.random.default_rng(1), always(np.zeros(13))
-    for trial in range(300):
-        logits = rng.normal(size=13) * 10 ** rng.uniform(-1, 2)
-        with torch.no_grad():
-            model.lm_head.weight.copy_(torch.tensor(logits).unsqueeze(1).expand(-1, 13) / 13**0.5)
-        settings = {
-            "temperature": 10 ** rng.uniform(-3, 1),
-            "top_k": int(rng.integers(0, 16)) or None,
-            "top_p": rng.choice([None, rng.uniform(0.01, 1)]),
-            "min_p": rng.choice([None, rng.uniform(0, 1)]),
-        }
-        ids = [id for _, id, _, _ in stream(model, [[0]] * 4, max_new_tokens=1, seed=trial, vocab_size=10, **settings)]
-        allowed = distribution(logits[:10], **settings)
-        assert all(id < 10 and allowed[id] > 0 for id in ids), (settings, logits, ids)
-
-
-@pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
-def test_a_token_of_probability_zero_is_never_drawn(uniform):
+def test_every_option_of_choice_reaches_the_sampler(workplace, command, options):
+    model, tokenizer, _ = load_model(workplace / "runs" / "stories")
+    settings = {"max_new_tokens": 30, "temperature": 1.0, "top_p": 0.99}
+    argv = [f"--{name.replace('_', '-')}={value}" for name, value in (settings | options).items()]
+    _, out, _ = command(workplace, "--prompt", "The", "--format", "jsonl", *argv)
     rows = [
-        [NEVER, NEVER, 0.0, NEVER, 1.0, NEVER],
-        [0.0, NEVER, NEVER, NEVER, NEVER, NEVER],
-        [NEVER, NEVER, NEVER, NEVER, NEVER, 0.0],
-        [NEVER, 0.0, -700.0, NEVER, -700.0, NEVER],
+        generate(model, [tokenizer.encode("The")], end_id=tokenizer.end_id, vocab_size=tokenizer.vocab_size, **s)[0]
+        for s in (settings | options, settings)
     ]
-    logits = torch.tensor(rows, dtype=torch.float64)
-    ids = draw(logits, torch.full((4,), uniform, dtype=torch.float64))
-    assert (logits[range(4), ids] > NEVER).all()
-    many = 3 * torch.randn(200, 999, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    many[:, 800:] = NEVER  # sums of rounded probabilities, some below one and some above
-    assert draw(many, torch.full((200,), uniform, dtype=torch.float64)).max() < 800
+    assert [id for id in json.loads(out)["tokens"] if id != tokenizer.end_id] == rows[0]
+    assert rows[0] != rows[1]
 
 
-def test_a_draw_inverts_the_distribution_function():
-    logits = torch.tensor(LOGITS).repeat(6, 1)
-    uniforms = torch.tensor([0.0, 0.449, 0.451, 0.699, 0.899, 0.901], dtype=torch.float64)
-    assert draw(logits, uniforms).tolist() == [0, 0, 1, 1, 2, 3]
+def test_f23_ids_beyond_the_tokenizer_never_come_out(tmp_path, command):
+    save(tmp_path / "runs" / "wide", build(vocab_size=300), ByteTokenizer())
+    code, out, _ = command(tmp_path, "--num-samples", "20", "--temperature", "5", "--top-p", "1", "--format", "jsonl")
+    ids = [id for line in out.splitlines() for id in json.loads(line)["tokens"]]
+    assert code == 0
+    assert len(set(ids)) > 200
+    assert max(ids) < 257
 
 
-def test_a_seed_gives_the_same_ids_again_and_another_seed_others():
-    model, prompts = build(), prompts_of(4, 6)
-    options = {"max_new_tokens": 20, "temperature": 1.5}
-    first = generate(model, prompts, seed=5, **options)
-    torch.rand(3)
-    assert generate(model, prompts, seed=5, **options) == first
-    assert generate(model, prompts, seed=6, **options) != first
+def test_f24_characters_of_many_tokens_are_printed_whole_and_as_they_come(tmp_path, monkeypatch, command):
+    tokenizer, text = ByteTokenizer(), "a한🎉!"
+    logits = torch.zeros(257, 257, dtype=torch.float64)
+    path = [*text.encode(), 256]
+    logits[path[:-1], path[1:]] = 15.0
+    save(tmp_path / "runs" / "bytes", chain(logits), tokenizer)
+    assert command(tmp_path, "--prompt", "a")[:2] == (0, text + "\n")
+    assert command(tmp_path, "--prompt", "a", "--stop", "🎉")[:2] == (0, "a한\n")
+    assert command(tmp_path, "--prompt", "a", "--max-new-tokens", "5")[:2] == (0, "a한\ufffd\n")
 
 
-def test_drawing_leaves_the_global_random_state_alone():
-    model, before = build(), torch.get_rng_state()
-    generate(model, prompts_of(4), max_new_tokens=5, temperature=1.0)
-    assert torch.equal(torch.get_rng_state(), before)
+def test_the_first_sample_is_printed_as_it_comes_the_others_in_their_turn(capsys):
+    tokenizer, printed = CharTokenizer("abc"), []
+
+    def events():
+        for event in [(0, 0, None), (1, 1, None), (0, 1, None), (1, 2, "length"), (0, 2, "length"), (2, 0, "length")]:
+            yield *event[:2], 0.0, event[2]
+            printed.append(capsys.readouterr().out)
+
+    sample.print_text(events(), ["x", "y", "z"], tokenizer, [])
+    assert printed == ["xa", "", "b", "", "c\n\nybc\n\nz", "a\n"]
 
 
-# --- company, cache and context -------------------------------------------------------------------------------------
-
-STYLES = [{}, {"temperature": 1.5, "top_p": 0.95, "repetition_penalty": 1.1, "seed": 11}]
-
-
-@pytest.mark.parametrize("style", STYLES, ids=["greedy", "drawn"])
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
-@pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("position", POSITIONS)
-def test_f11_a_row_of_a_ragged_batch_is_that_prompt_alone_with_seed_plus_row(position, window, use_cache, style):
-    model, prompts = build(position=position, window=window, n_kv_head=2), prompts_of(3, 7, 1, 12)
-    options = {"max_new_tokens": 12, "use_cache": use_cache, **style}
-    rows = generate(model, prompts, **options)
-    seeds = [style.get("seed", 0) + row for row in range(4)]
-    alone = [generate(model, [p], **options | {"seed": s})[0] for p, s in zip(prompts, seeds, strict=True)]
-    assert rows == alone
-    assert all(len(row) == 12 for row in rows)
-
-
-def test_f11_rows_with_equal_prompts_draw_differently():
-    rows = generate(build(), prompts_of(5) * 3, max_new_tokens=12, temperature=1.5)
-    assert len(set(map(tuple, rows))) == 3
-
-
-@pytest.mark.parametrize("style", STYLES, ids=["greedy", "drawn"])
-@pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("position", POSITIONS)
-def test_f08_f16_the_cache_changes_nothing_well_past_the_window(position, window, style):
-    model, prompts = build(position=position, window=window, n_kv_head=2, max_seq_len=80), prompts_of(9, 4)
-    cached, plain = (generate(model, prompts, max_new_tokens=64, use_cache=c, **style) for c in (True, False))
-    assert cached == plain
-    if not style:
-        assert cached == [greedy(model, prompt, 64, use_cache=False) for prompt in prompts]
-
-
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
-def test_f16_bfloat16_is_finite(use_cache):
-    model = build(n_kv_head=2).bfloat16()
-    events = list(stream(model, prompts_of(5, 2), max_new_tokens=20, temperature=1.0, use_cache=use_cache))
-    assert len(events) == 40
-    assert np.isfinite([log_probability for _, _, log_probability, _ in events]).all()
-
-
-@pytest.mark.parametrize("kind", ["decoder", "encoder_decoder"])
-def test_f15_what_was_generated_before_leaves_no_trace(kind):
-    options = {"max_new_tokens": 10, "temperature": 1.0, "end_id": 30}
-    model = build(**ENCODER_DECODER) if kind == "encoder_decoder" else build(window=WINDOW)
-    fresh, (a, b) = copy.deepcopy(model), prompts_of(40, 3)
-    generate(model, [a], **options)
-    assert generate(model, [b], **options) == generate(fresh, [b], **options)
-
-
-def test_f15_two_streams_at_once_do_not_meet():
-    model, (a, b) = build(), prompts_of(9, 3)
-    pairs = zip(*(stream(model, [prompt], max_new_tokens=10, temperature=1.0) for prompt in (a, b)), strict=True)
-    together = [[id for _, id, _, _ in events] for events in zip(*pairs, strict=True)]
-    assert together == [generate(model, [prompt], max_new_tokens=10, temperature=1.0)[0] for prompt in (a, b)]
-
-
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
-@pytest.mark.parametrize("n_prompt", [15, 16, 17, 40])
-@pytest.mark.parametrize(
-    ("position", "window"), [(p, None) for p in POSITIONS] + [("rope", WINDOW), ("learned", WINDOW)]
-)
-def test_f13_past_the_context_learned_positions_end_and_all_others_go_on(position, window, n_prompt, use_cache):
-    model, (prompt,) = build(position=position, window=window, max_seq_len=16), prompts_of(n_prompt)
-    events = stream(model, [prompt], max_new_tokens=10, use_cache=use_cache)
-    if position == "learned" and n_prompt > 16:
-        with pytest.raises(ValueError, match=f"{n_prompt} tokens.*max_seq_len = 16"):
-            next(events)
-        return
-    events = list(events)
-    n_new = 16 - n_prompt + 1 if position == "learned" else 10
-    assert [id for _, id, _, _ in events] == greedy(model, prompt, n_new, use_cache=False)
-    assert [reason for *_, reason in events] == [None] * (n_new - 1) + ["length"]
-
-
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
-def test_f13_each_row_ends_at_its_own_limit(use_cache):
-    model, prompts = build(position="learned", max_seq_len=16), prompts_of(15, 3, 16)
-    rows = generate(model, prompts, max_new_tokens=10, use_cache=use_cache)
-    assert list(map(len, rows)) == [2, 10, 1]
-    assert rows == [greedy(model, prompt, n, use_cache=False) for prompt, n in zip(prompts, (2, 10, 1), strict=True)]
-
-
-def test_f13_one_prompt_too_long_refuses_the_batch_before_its_first_token():
-    model = build(position="learned", max_seq_len=16)
-    with pytest.raises(ValueError, match="max_seq_len = 16"):
-        next(stream(model, prompts_of(3, 17)))
-
-
-def test_the_cache_of_learned_positions_is_no_larger_than_they_are(monkeypatch):
-    capacities, allocate = [], sample.KVCache.allocate
-    monkeypatch.setattr(
-        sample.KVCache, "allocate", lambda *args: capacities.append(args[2]) or allocate(*args), raising=True
+def test_f37_a_prompt_that_spells_the_end_of_text_is_ordinary_text(tmp_path, command):
+    model, tokenizer = build(vocab_size=257), ByteTokenizer()
+    save(tmp_path / "runs" / "bytes", model, tokenizer)
+    prompt = "a<|endoftext|>"
+    _, out, _ = command(
+        tmp_path, "--prompt", prompt, "--temperature", "0", "--max-new-tokens", "5", "--format", "jsonl"
     )
-    generate(build(position="learned", max_seq_len=16), prompts_of(9, 3), max_new_tokens=10**9)
-    assert capacities == [16]
+    ids = list(prompt.encode())
+    assert json.loads(out)["tokens"] == generate(model, [ids], max_new_tokens=5, end_id=256, vocab_size=257)[0]
+    assert json.loads(out)["prompt"] == prompt
 
 
-@pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("piece", [1, 4, 7])
-def test_a_prompt_read_in_pieces_is_the_prompt_read_at_once(position, window, piece, monkeypatch):
-    model, prompts = build(position=position, window=window), prompts_of(3, 9, 4, 8, 14)
-    whole = generate(model, prompts, max_new_tokens=6)
-    monkeypatch.setattr(sample, "PREFILL", piece)
-    shapes = shapes_read(model, monkeypatch)
-    assert generate(model, prompts, max_new_tokens=6) == whole
-    assert max(width for _, width in shapes) == piece
-    assert len(shapes) == -(-14 // piece) + 5
+def test_f36_sampling_from_a_trained_bpe_touches_no_network(tmp_path, monkeypatch, command):
+    tokenizer = train_tokenizer("bpe", [TEXT * 20], 300)
+    save(tmp_path / "runs" / "bpe", build(vocab_size=tokenizer.vocab_size), tokenizer)
+
+    def unplugged(*args, **kwargs):
+        raise AssertionError("the network was touched")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unplugged)
+    monkeypatch.setattr(socket.socket, "connect", unplugged)
+    code, out, _ = command(tmp_path, "--prompt", "고양이 🎉", "--max-new-tokens", "30")
+    assert code == 0
+    assert out.startswith("고양이 🎉")
 
 
-# --- where rows begin and end ---------------------------------------------------------------------------------------
+def test_an_encoder_decoder_writes_a_target_for_each_source(tmp_path, command):
+    """A line each; a source is read with its end, as in training."""
+    model, tokenizer = build(kind="encoder_decoder", vocab_size=11), CharTokenizer("abcdefghij")
+    save(tmp_path / "runs" / "pairs", model, tokenizer)
+    argv = ["--prompt", "abc", "--prompt", "e", "--max-new-tokens", "8", "--temperature", "1.5", "--top-p", "1"]
+    code, out, _ = command(tmp_path, *argv)
+    settings = {"max_new_tokens": 8, "temperature": 1.5, "end_id": 10, "vocab_size": 11}
+    rows = generate(model, [[0, 1, 2, 10], [4, 10]], **settings)
+    assert (code, out) == (0, f"{tokenizer.decode(rows[0])}\n{tokenizer.decode(rows[1])}\n")
 
 
-def test_f21_an_empty_prompt_starts_from_the_end_of_text():
-    model = build()
-    assert generate(model, [[], [5, 6]], end_id=7) == generate(model, [[7], [5, 6]], end_id=7)
+# --- which run, which checkpoint ------------------------------------------------------------------------------------
 
 
-def test_f21_an_empty_prompt_without_an_end_of_text_is_refused():
-    for prompts in ([[]], [[1, 2], []]):
-        with pytest.raises(ValueError, match=r"empty prompt.*end_id"):
-            generate(build(), prompts)
+def test_the_newest_run_and_the_best_checkpoint_unless_another_is_named(tmp_path, command):
+    tokenizer = CharTokenizer("abcdefghij")
+    for age, name in enumerate(["newest", "older"]):
+        run = save(tmp_path / "runs" / name, alphabet_model(11), tokenizer)
+        save(run, alphabet_model(11, stride=2 + age), tokenizer, step=2)
+        for folder in run.glob("step-*"):
+            os.utime(folder, (1e9 - age, 1e9 - age))
+    ask = ["--prompt", "c", "--max-new-tokens", "3"]
+    assert command(tmp_path, *ask)[1] == "cdef\n"
+    assert command(tmp_path, *ask, "--checkpoint", "last")[1] == "cegi\n"
+    assert command(tmp_path, *ask, "--checkpoint", "step-000002")[1] == "cegi\n"
+    assert command(tmp_path, "runs/older", *ask, "--checkpoint", "last")[1] == "cfia\n"
+    (tmp_path / "runs" / "newest" / "best").unlink()
+    assert command(tmp_path, *ask)[1] == "cegi\n"
 
 
-def test_no_prompts_give_no_rows():
-    assert generate(build(), []) == []
+def test_a_run_can_be_moved_and_is_all_that_sampling_needs(workplace, tmp_path, command):
+    argv = ["--prompt", "The", "--max-new-tokens", "20"]
+    there = command(workplace, *argv)
+    shutil.copytree(workplace / "runs" / "stories", tmp_path / "moved", symlinks=True)
+    assert command(tmp_path, "moved", *argv) == there
 
 
-def test_f22_finished_rows_stay_finished_and_cost_nothing_more(monkeypatch):
-    model = counting()
-    shapes = shapes_read(model, monkeypatch)
-    events = list(stream(model, [[7], [4]], max_new_tokens=10, end_id=9))
-    assert [(row, id, reason) for row, id, _, reason in events] == [
-        (0, 8, None),
-        (1, 5, None),
-        (0, 9, "end"),
-        (1, 6, None),
-        (1, 7, None),
-        (1, 8, None),
-        (1, 9, "end"),
-    ]
-    assert shapes == [(2, 1), (2, 1), (1, 1), (1, 1), (1, 1)]
-    assert generate(model, [[7], [4]], max_new_tokens=10, end_id=9) == [[8], [5, 6, 7, 8]]
+def test_f13_the_notice_about_the_trained_length_comes_only_when_it_may_be_passed(workplace, command, tmp_path):
+    assert command(workplace, "--prompt", "The", "--max-new-tokens", "13")[2] == ""
+    assert "16 tokens" in command(workplace, "--prompt", "The", "--max-new-tokens", "14")[2]
+    learned = build(position="learned", vocab_size=11, max_seq_len=16)
+    save(tmp_path / "runs" / "learned", learned, CharTokenizer("abcdefghij"))
+    code, out, err = command(tmp_path, "--prompt", "abc", "--max-new-tokens", "99", "--format", "jsonl")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["reason"] == "end" or len(json.loads(out)["tokens"]) == 14
 
 
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
-@pytest.mark.parametrize("window", [None, WINDOW])
-def test_f22_the_rows_that_go_on_are_what_they_are_alone(window, use_cache):
-    model, prompts = build(window=window), prompts_of(2, 9, 5, 7, 3, 4)
-    style = {"temperature": 3.0, "repetition_penalty": 1.5}
-    options = {"max_new_tokens": 40, "end_id": 4, "use_cache": use_cache, **style}
-    rows = generate(model, prompts, **options)
-    assert rows == [generate(model, [prompt], seed=row, **options)[0] for row, prompt in enumerate(prompts)]
-    assert len(set(map(len, rows))) > 3
-    assert not any(4 in row for row in rows)
+# --- refusals: one sentence, exit code 2 ----------------------------------------------------------------------------
 
 
-def test_f23_rows_of_the_vocabulary_beyond_the_tokenizer_never_come_out():
-    model = build(vocab_size=64)
-    rows = generate(model, prompts_of(*[3] * 50), max_new_tokens=40, temperature=5.0, vocab_size=60)
-    ids = {id for row in rows for id in row}
-    assert sum(map(len, rows)) == 2000
-    assert len(ids) > 50
-    assert max(ids) < 60
-    assert (
-        max(id for row in generate(model, prompts_of(*[3] * 50), max_new_tokens=40, temperature=5.0) for id in row) > 59
+def assert_process_refused(result: subprocess.CompletedProcess, says: str) -> None:
+    assert_refused((result.returncode, result.stdout, result.stderr), says)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--tempature", "0"]], ids=" ".join)
+def test_help_and_a_mistyped_option_are_answered_without_torch(argv, tmp_path):
+    result = process("sample.py", *argv, cwd=tmp_path, flags=["-X", "importtime"])
+    times = [line for line in result.stderr.splitlines() if line.startswith("import time:")]
+    imported = {line.rpartition("|")[2].strip() for line in times}
+    assert {"argparse", "config.errors"} <= imported
+    assert not {"torch", "numpy", "safetensors"} & imported
+    if argv == ["--help"]:
+        assert result.returncode == 0
+        assert all(option in result.stdout for option in ("--prompt TEXT", "--top-p X", "--no-cache", "default: 0.95"))
+    else:
+        said = "".join(line + "\n" for line in result.stderr.splitlines() if line not in times)
+        assert_refused(
+            (result.returncode, result.stdout, said), "--tempature is not an option; did you mean --temperature"
+        )
+
+
+def test_no_run_at_all_to_sample_from(tmp_path):
+    assert_process_refused(
+        process("sample.py", cwd=tmp_path), r"no run with a checkpoint in .*runs; .*python train\.py"
     )
 
 
-def test_f23_neither_does_greedy_choose_them():
-    assert generate(always([0.0, 1.0, 2.0]), [[0]], max_new_tokens=3, vocab_size=2) == [[1, 1, 1]]
-
-
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
-def test_log_probabilities_are_those_of_the_model_itself_whatever_was_filtered(use_cache):
-    model, prompts = build(n_kv_head=2), prompts_of(3, 8)
-    style = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3, "vocab_size": 25}
-    texts = copy.deepcopy(prompts)
-    for row, id, log_probability, _ in stream(model, prompts, max_new_tokens=12, use_cache=use_cache, **style):
-        raw = model(torch.tensor([texts[row]]))[0, -1].detach().double()
-        assert log_probability == pytest.approx(raw.log_softmax(-1)[id].item(), abs=1e-4)
-        texts[row].append(id)
-    assert list(map(len, texts)) == [15, 20]
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_a_closed_standard_input_is_refused_as_a_prompt(workplace):
+    shell = 'exec "$0" "$1" --prompt-file - <&-'
+    result = subprocess.run(
+        ["/bin/sh", "-c", shell, sys.executable, ROOT / "sample.py"],
+        cwd=workplace,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert_process_refused(result, "--prompt-file - cannot be read")
 
 
 @pytest.mark.parametrize(
-    ("options", "row", "reason"),
+    ("argv", "says"),
     [
-        ({}, [3, 4, 5, 6, 7, 8], "length"),
-        ({"max_new_tokens": 1}, [3], "length"),
-        ({"stop": [[5, 6]]}, [3, 4], "stop"),
-        ({"stop": ((5, 6),)}, [3, 4], "stop"),
-        ({"stop": [[9], [6]]}, [3, 4, 5], "stop"),
-        ({"stop": [[3]]}, [], "stop"),
-        ({"stop": [[5], [4, 5]]}, [3], "stop"),  # two end together: all of both goes
-        ({"stop": [[4, 5], [5]]}, [3], "stop"),
-        ({"stop": [[4, 5, 6, 7], [5]]}, [3, 4], "stop"),
-        ({"stop": [[5, 4], [3, 5]]}, [3, 4, 5, 6, 7, 8], "length"),
-        ({"stop": [[2, 3]]}, [3, 4, 5, 6, 7, 8], "length"),  # the prompt is not part of it
-        ({"stop": [[]]}, [3, 4, 5, 6, 7, 8], "length"),
-        ({"stop": [[8]]}, [3, 4, 5, 6, 7], "stop"),  # at the last token allowed
-        ({"stop": lambda new: new[-2:] == [4, 5]}, [3, 4, 5], "stop"),
-        ({"stop": lambda new: 2 in new}, [3, 4, 5, 6, 7, 8], "length"),
-        ({"end_id": 5}, [3, 4], "end"),
-        ({"end_id": 3}, [], "end"),
-        ({"end_id": 8}, [3, 4, 5, 6, 7], "end"),
-        ({"end_id": 5, "stop": [[4, 5]]}, [3, 4], "end"),
-        ({"end_id": 5, "stop": [[4]]}, [3], "stop"),
+        (["--top-x", "3"], "--top-x is not an option; did you mean --top-"),
+        (["--zzz"], "--zzz is not an option$"),
+        (["runs/letters", "extra"], "extra is not an option"),
+        (["--prompt"], "--prompt: expected one argument"),
+        (["--temperature", "-1"], "--temperature: -1 must be a number, at least 0"),
+        (["--temperature", "nan"], "--temperature: nan must be"),
+        (["--temperature", "inf"], "--temperature: inf must be"),
+        (["--temperature", "warm"], "--temperature: warm must be a number"),
+        (["--top-k", "-1"], "--top-k: -1 must be a whole number, at least 0"),
+        (["--top-k", "2.5"], "--top-k: 2.5 must be a whole number"),
+        (["--top-p", "0"], "--top-p: 0 must be a number, above 0 and at most 1"),
+        (["--top-p", "1.1"], "--top-p: 1.1 must be a number, above 0 and at most 1"),
+        (["--min-p", "1.1"], "--min-p: 1.1 must be a number, at least 0 and at most 1"),
+        (["--repetition-penalty", "0"], "--repetition-penalty: 0 must be a number, at least 0.01 and at most 100"),
+        (["--max-new-tokens", "0"], "--max-new-tokens: 0 must be a whole number, at least 1"),
+        (["--num-samples", "0"], "--num-samples: 0 must be a whole number, at least 1"),
+        (["--seed", "-1"], "--seed: -1 must be a whole number, at least 0"),
+        (["--seed", "9" * 30], "--seed: 9+ must be a whole number, .*at most"),
+        (["--format", "xml"], "--format: .*'xml'.*text.*jsonl"),
+        (["--stop", ""], "--stop: .*must not be empty"),
+        (["--stop", os.fsdecode(b"\xff")], "--stop: .*not UTF-8"),
+        (["--prompt", os.fsdecode(b"a\xff")], "--prompt: .*not UTF-8"),
+        (["runs/nowhere"], r"runs/nowhere does not exist; runs: runs/letters"),
+        (["runs"], r"runs has no config\.toml, so it is no run; runs: runs/letters"),
+        (["--checkpoint", "step-000009"], "runs/letters has no checkpoint step-000009; checkpoints: step-000001"),
+        (["--prompt-file", "nowhere.txt"], r"--prompt-file nowhere\.txt cannot be read"),
+        (["--prompt-file", "latin.txt"], r"--prompt-file latin\.txt cannot be read.*utf-8"),
+    ],
+    ids=lambda value: " ".join(value).encode("ascii", "replace").decode()[:40] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_refused_in_one_sentence(letters, command, argv, says):
+    (letters / "latin.txt").write_bytes("é".encode("latin-1"))
+    assert_refused(command(letters, *argv), says)
+
+
+def test_f25_a_character_the_tokenizer_never_saw_is_named(workplace, command):
+    assert_refused(command(workplace, "--prompt", "The zebra"), "'z'.*U\\+007A.*chars")
+
+
+def test_f13_a_prompt_longer_than_learned_positions_is_refused_naming_the_limit(tmp_path, command):
+    learned = build(position="learned", vocab_size=11, max_seq_len=16)
+    save(tmp_path / "runs" / "learned", learned, CharTokenizer("abcdefghij"))
+    assert_refused(command(tmp_path, "--prompt", "c" * 17), "17 tokens.*max_seq_len = 16")
+    assert command(tmp_path, "--prompt", "c" * 16)[0] == 0
+
+
+def test_an_encoder_decoder_needs_a_source(tmp_path, command):
+    save(tmp_path / "runs" / "pairs", build(kind="encoder_decoder", vocab_size=11), CharTokenizer("abcdefghij"))
+    assert_refused(command(tmp_path), "needs a source: --prompt TEXT")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_f57_a_device_that_is_not_there_is_refused(letters, command):
+    assert_refused(command(letters, "--device", "cuda"), "--device cuda is not available here; available: cpu")
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+
+
+def replace(old: str, new: str):
+    def edit(path: Path) -> None:
+        text = path.read_text("utf-8")
+        assert old in text
+        path.write_text(text.replace(old, new), "utf-8")
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "says"),
+    [
+        ("best/weights.safetensors", truncate, r"weights\.safetensors is damaged"),
+        ("best/weights.safetensors", flip, r"weights\.safetensors is damaged: its checksum"),
+        ("best/weights.safetensors", Path.unlink, r"weights\.safetensors"),
+        ("best/state.json", truncate, r"state\.json is damaged"),
+        ("best/state.json", Path.unlink, r"state\.json"),
+        ("step-000001", shutil.rmtree, r"runs/letters has no checkpoint best; checkpoints: none"),
+        ("tokenizer", shutil.rmtree, r"runs/letters/tokenizer does not hold a tokenizer"),
+        ("tokenizer/tokenizer.json", truncate, r"runs/letters/tokenizer does not hold a tokenizer"),
+        ("config.toml", replace("[model]", "[model"), r"runs/letters/config\.toml"),
+        ("config.toml", replace("d_model", "d_modle"), r"runs/letters/config\.toml.*d_modle"),
+        ("config.toml", replace("d_ff = 4", "d_ff = 8"), r"does not fit its config\.toml.*feed_forward"),
+        ("config.toml", replace("n_layer = 1", "n_layer = 2"), r"does not fit its config\.toml.*blocks\.1"),
     ],
 )
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
-def test_rows_end_with_end_stop_or_length(options, row, reason, use_cache):
-    options = {"max_new_tokens": 6, "use_cache": use_cache, **options}
-    assert generate(counting(), [[2]], **options) == [row]
-    reasons = [reason for *_, reason in stream(counting(), [[2]], **options)]
-    assert reasons == [None] * (len(reasons) - 1) + [reason]
+def test_a_damaged_run_is_refused_naming_what_is_damaged(letters, tmp_path, command, file, damage, says):
+    shutil.copytree(letters / "runs", tmp_path / "runs", symlinks=True)
+    damage(tmp_path / "runs" / "letters" / file)
+    assert_refused(command(tmp_path, "runs/letters", "--prompt", "c"), says)
 
 
-def test_a_stop_of_repeated_ids_is_found_after_a_false_start():
-    period = chain(9 * torch.eye(3, dtype=torch.float64)[[1, 2, 0]])  # 0 1 2 0 1 2
-    assert generate(period, [[2]], max_new_tokens=20, stop=[[1, 2, 0, 1, 2, 0, 1]]) == [[0]]
+def test_a_run_whose_weights_diverged_is_refused(tmp_path, command):
+    model = build(vocab_size=11)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    save(tmp_path / "runs" / "diverged", model, CharTokenizer("abcdefghij"))
+    assert_refused(command(tmp_path, "--prompt", "c", "--max-new-tokens", "3"), "logits are not finite")
 
 
-def test_each_row_stops_for_itself():
-    rows = generate(counting(), [[2], [0], [6]], max_new_tokens=5, stop=[[4]], end_id=9)
-    assert rows == [[3], [1, 2, 3], [7, 8]]
+def test_a_run_that_has_only_begun_has_no_checkpoint(tmp_path, command):
+    run = tmp_path / "runs" / "begun"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(to_toml(Config(model=ModelConfig(vocab_size=11).resolve())), "utf-8")
+    assert_refused(command(tmp_path, "runs/begun"), "runs/begun has no checkpoint best; checkpoints: none")
 
 
-def test_no_new_tokens_asked_for_none_given():
-    assert generate(build(), prompts_of(1, 5), max_new_tokens=0) == [[], []]
-    assert generate(build(), prompts_of(1), max_new_tokens=0) == [[]]
-    assert list(stream(build(), prompts_of(3), max_new_tokens=0)) == []
+# --- attention maps -------------------------------------------------------------------------------------------------
 
 
-# --- the model afterwards -------------------------------------------------------------------------------------------
+def mapped(model, page: Page, index: int, weights) -> None:
+    """That a map of a page shows these weights (H, T, S), to the nearest of its levels, and hides what has none."""
+    cells = page.cells(index)[:-1]  # the last is the mean over heads
+    assert cells.shape == weights.shape
+    assert abs(np.where(cells == 255, 0, cells) / 254 - np.sqrt(weights)).max() < 0.501 / 254
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("ending", ["whole", "abandoned", "refused"])
-def test_the_model_is_left_in_the_mode_it_was_in(training, ending):
-    model = build(dropout=0.5, position="learned", max_seq_len=16).train(training)
-    if ending == "whole":
-        generate(model, prompts_of(3))
-    elif ending == "abandoned":
-        events = stream(model, prompts_of(3))
-        next(events)
-        events.close()
-    else:
-        with pytest.raises(ValueError):
-            generate(model, prompts_of(17))
-    assert {module.training for module in model.modules()} == {training}
+def test_a_decoder_is_drawn_from_its_prompt_to_the_last_token_it_read(tmp_path, command):
+    model, tokenizer = build(vocab_size=11, n_kv_head=2, window=3), CharTokenizer("abcdefghij")
+    save(tmp_path / "runs" / "letters", model, tokenizer)
+    argv = ["--prompt", "abcdea", "--max-new-tokens", "4", "--temperature", "0", "--num-samples", "2"]
+    code, _, err = command(tmp_path, *argv, "--attention", "maps.html", "--stop", "zz")
+    (new,) = generate(model, [[0, 1, 2, 3, 4, 0]], max_new_tokens=4, end_id=10, vocab_size=11)
+    assert (code, "attention: maps.html" in err) == (0, True)
+    page, reference = Page(tmp_path / "maps.html"), BruteForce(model)
+    read = [0, 1, 2, 3, 4, 0, *new[:3]]
+    reference.logits(read)
+    assert [(drawn["kind"], drawn["layer"], drawn["n_kv_head"]) for drawn in page.data["maps"]] == [
+        ("self-attention", layer, 2) for layer in range(model.config.n_layer)
+    ]
+    for layer, drawn in enumerate(page.data["maps"]):
+        assert drawn["queries"] == drawn["keys"] == list(tokenizer.decode(read))
+        mapped(model, page, layer, reference.maps[layer, "self"])
+        hidden = [[not 0 <= t - s < 3 for s in range(len(read))] for t in range(len(read))]
+        assert ((page.cells(layer) == 255) == hidden).all()  # the window's edge
 
 
-def test_dropout_is_off_while_generating():
-    model = build(dropout=0.5)
-    expected = generate(model, prompts_of(3), max_new_tokens=20)
-    assert generate(model.train(), prompts_of(3), max_new_tokens=20) == expected
+def test_an_encoder_decoder_is_drawn_with_its_source(tmp_path, command):
+    model = build(kind="encoder_decoder", n_encoder_layer=1, vocab_size=11, n_kv_head=2, seed=3)
+    save(tmp_path / "runs" / "pairs", model, CharTokenizer("abcdefghij"))
+    argv = ["--prompt", "abc", "--prompt", "e", "--max-new-tokens", "5", "--attention", "maps.html"]
+    assert command(tmp_path, *argv)[0] == 0
+    source = [0, 1, 2, 10]
+    new = [id for _, id, _, _ in stream(model, [source], max_new_tokens=5, end_id=10)]
+    page, reference = Page(tmp_path / "maps.html"), BruteForce(model)
+    reference.logits([10, *new[:-1]], source)
+    found = [(drawn["kind"].partition(",")[0], drawn["layer"]) for drawn in page.data["maps"]]
+    layers = range(model.config.n_layer)
+    assert found == [
+        ("encoder self-attention", 0),
+        *(("self-attention", layer) for layer in layers),
+        *(("cross-attention", layer) for layer in layers),
+    ]
+    letters = [*"abcdefghij", "<end>"]
+    for index, ((kind, layer), drawn) in enumerate(zip(found, page.data["maps"], strict=True)):
+        short = {"encoder self-attention": "encoder", "self-attention": "self", "cross-attention": "cross"}[kind]
+        mapped(model, page, index, reference.maps[layer, short])
+        texts = {"encoder": [*"abc", "<end>"], "self": ["<start>", *(letters[id] for id in new[:-1])]}
+        texts["cross"] = [letters[id] for id in new]  # beside each row, what is written next
+        assert drawn["queries"] == texts[short]
+        assert drawn["keys"] == texts["self" if short == "self" else "encoder"]
 
 
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
-def test_no_gradients_are_recorded_but_between_tokens_they_may_be(use_cache, monkeypatch):
-    model = build()
-    grad_modes, features = [], model.features
-    monkeypatch.setattr(
-        model, "features", lambda *a, **k: grad_modes.append(torch.is_grad_enabled()) or features(*a, **k)
-    )
-    assert all(torch.is_grad_enabled() for _ in stream(model, prompts_of(3), max_new_tokens=4, use_cache=use_cache))
-    assert grad_modes == [False] * 4
-    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+def test_the_best_of_beams_is_drawn(tmp_path, command):
+    model = build(kind="encoder_decoder", vocab_size=11, seed=6)
+    save(tmp_path / "runs" / "pairs", model, CharTokenizer("abcdefghij"))
+    argv = ["--prompt", "abc", "--beams", "3", "--max-new-tokens", "6", "--attention", "maps.html", "--format", "jsonl"]
+    _, out, _ = command(tmp_path, *argv)
+    drawn = Page(tmp_path / "maps.html").data["maps"][-1]
+    assert drawn["queries"] == [[*"abcdefghij", "<end>"][id] for id in json.loads(out)["tokens"]]
 
 
-def test_prompts_are_not_written_to():
-    prompts = prompts_of(3, 5)
-    before = copy.deepcopy(prompts)
-    generate(build(), prompts, max_new_tokens=4)
-    assert prompts == before
+def test_a_long_text_is_drawn_as_far_as_it_is_legible(tmp_path, command):
+    save(tmp_path / "runs" / "letters", build(vocab_size=11, n_layer=1), CharTokenizer("abcdefghij"))
+    argv = ["--prompt", "ab" * 200, "--max-new-tokens", "2", "--attention", "maps.html"]
+    code, _, err = command(tmp_path, *argv)
+    assert (code, "note: maps.html shows the first 256 tokens" in err) == (0, True)
+    assert len(Page(tmp_path / "maps.html").data["maps"][0]["queries"]) == 256
 
 
-# --- encoder-decoder ------------------------------------------------------------------------------------------------
+def test_parts_of_a_character_are_named_by_their_bytes(tmp_path, command):
+    save(tmp_path / "runs" / "bytes", build(vocab_size=257, n_layer=1), ByteTokenizer())
+    assert command(tmp_path, "--prompt", "a별", "--max-new-tokens", "1", "--attention", "maps.html")[0] == 0
+    assert Page(tmp_path / "maps.html").data["maps"][0]["queries"] == ["a", "eb", "b3", "84"]
 
 
-def translate(model, source: list[int], end_id: int, n_new: int) -> list[int]:
-    """Greedy, by the full forward."""
-    target = [end_id]
-    while len(target) <= n_new:
-        id = model(torch.tensor([source]), torch.tensor([target]))[0, -1].argmax().item()
-        if id == end_id:
-            break
-        target.append(id)
-    return target[1:]
-
-
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
-@pytest.mark.parametrize("position", ["sinusoidal", "learned", "rope"])
-def test_f11_sources_of_different_lengths_are_each_what_they_are_alone(position, use_cache):
-    model, sources = build(**ENCODER_DECODER, position=position, seed=3), prompts_of(3, 9, 1, 6, 2)
-    greedy_rows = generate(model, sources, max_new_tokens=12, end_id=30, use_cache=use_cache)
-    assert greedy_rows == [translate(model, source, 30, 12) for source in sources]
-    options = {"max_new_tokens": 30, "temperature": 5.0, "end_id": 4, "use_cache": use_cache}
-    rows = generate(model, sources, **options)
-    assert rows == [generate(model, [source], seed=row, **options)[0] for row, source in enumerate(sources)]
-    assert len(set(map(len, rows))) > 2  # rows that end leave the others alone
-
-
-@pytest.mark.parametrize("position", ["sinusoidal", "learned", "rope"])
-def test_f16_an_encoder_decoder_needs_no_cache_either(position):
-    model, sources = build(**ENCODER_DECODER, position=position), prompts_of(3, 9)
-    options = {"max_new_tokens": 30, "temperature": 1.5, "end_id": 30}
-    assert generate(model, sources, use_cache=True, **options) == generate(model, sources, use_cache=False, **options)
-
-
-def test_an_encoder_decoder_without_an_end_of_text_has_no_start_and_is_refused():
-    with pytest.raises(ValueError, match="encoder-decoder, needs an end_id"):
-        generate(build(**ENCODER_DECODER), prompts_of(3))
-
-
-def test_f13_learned_positions_limit_source_and_target_each_for_itself():
-    model = build(**ENCODER_DECODER, position="learned", max_seq_len=16)
-    (row,) = generate(model, prompts_of(16), max_new_tokens=99, end_id=30)
-    assert len(row) == 16
-    with pytest.raises(ValueError, match=r"17 tokens.*max_seq_len = 16"):
-        generate(model, prompts_of(17), end_id=30)
-
-
-# --- text -----------------------------------------------------------------------------------------------------------
-
-PARTY, FAMILY = "\N{PARTY POPPER}", "\N{MAN}\u200d\N{WOMAN}\u200d\N{GIRL}\u200d\N{BOY}"
-SAMPLES = {
-    "party": PARTY,
-    "family": FAMILY,
-    "hangul": "가각힣 한국어",
-    "jamo": "\u1112\u1161\u11ab",
-    "accent": "déjà cafe\u0301",
-    "all": f"a{PARTY}b{FAMILY}c한\n",
-}
-
-
-class Pieces(Tokenizer):
-    """A tokenizer of given pieces, the last of which is the end of text."""
-
-    def __init__(self, *pieces: bytes):
-        self.name, self.pieces, self.end_id = "pieces", [*pieces, b""], len(pieces)
-
-
-def printed(tokenizer, ids, stops=(), reason="length") -> list[str]:
-    """What is printed at each id, the last of which has this reason."""
-    text = Text(tokenizer, stops)
-    return [text.add(id, reason if place == len(ids) - 1 else None) for place, id in enumerate(ids)]
-
-
-@pytest.mark.parametrize("text", SAMPLES.values(), ids=SAMPLES)
-def test_f24_streaming_never_prints_half_a_character(text):
-    tokenizer = ByteTokenizer()
-    parts = printed(tokenizer, tokenizer.encode(text))
-    assert "".join(parts) == text
-    assert [len(part) for part in parts] == [
-        int(last) for character in text for last in [0] * (len(character.encode()) - 1) + [1]
-    ]  # each character as soon as its last byte has come
-
-
-@pytest.mark.parametrize("reason", ["length", "end"])
-def test_f24_a_bad_byte_neither_stalls_the_stream_nor_is_lost(reason):
-    tokenizer = ByteTokenizer()
-    parts = printed(
-        tokenizer,
-        [0xC3, *b"ab", 0xFF, *b"c", *"한".encode()[:2], tokenizer.end_id][: 8 if reason == "end" else 7],
-        reason=reason,
-    )
-    assert "".join(parts) == "\ufffdab\ufffdc\ufffd"
-    assert parts[:5] == ["", "\ufffda", "b", "\ufffd", "c"]
-
-
-def test_f24_stop_strings_across_tokens_are_not_printed():
-    tokenizer = Pieces(b"Once", b" <E", b"N", b"D> more", "끝".encode()[:1], "끝".encode()[1:] + b"!")
-    assert printed(tokenizer, [0, 1, 2, 3], ["<END>"], "stop") == ["Once", " ", "", ""]
-    assert printed(tokenizer, [0, 4, 5], ["끝"], "stop") == ["Once", "", ""]
-    assert printed(tokenizer, [0, 1, 2, 3], ["END>", "<END"], "stop") == ["Once", " ", "", ""]  # before the first
-    stop = stops_at(tokenizer, ["<END>", "끝"])
-    assert [stop([0, 1, 2, 3][:n]) for n in range(1, 5)] == [False, False, False, True]
-    assert [stop([0, 4, 5][:n]) for n in range(1, 4)] == [False, False, True]
-    assert not stops_at(tokenizer, [])([0, 1])
-
-
-@pytest.mark.parametrize("reason", ["length", "end"])
-def test_f24_text_held_back_for_a_stop_is_released_at_the_end(reason):
-    tokenizer = Pieces(b"Once", b" <E", b"N")
-    ids = [0, 1, 2] + [tokenizer.end_id] * (reason == "end")
-    assert "".join(printed(tokenizer, ids, ["<END>"], reason)) == "Once <EN"
-
-
-def test_f24_text_held_back_in_vain_is_released_at_once():
-    tokenizer = Pieces(b"<", b"E", b"x")
-    assert printed(tokenizer, [0, 1, 0, 1, 2, 2], ["<END>"]) == ["", "", "<E", "", "<Ex", "x"]
-
-
-def test_f24_random_texts_are_printed_up_to_their_first_stop_and_as_early_as_can_be():
-    han = "한".encode()
-    tokenizer = Pieces(b"a", b"b", b"ab", b"ba", b"aab", han, han[:1], han[1:], han[:2], han[2:] + b"a", b"\xff")
-    rng, n_stopped = random.Random(0), 0
-    for _ in range(500):
-        stops = ["".join(rng.choices(["a", "b", "한"], k=rng.randint(1, 4))) for _ in range(rng.randint(0, 3))]
-        stop, text, ids, so_far = stops_at(tokenizer, stops), Text(tokenizer, stops), [], ""
-        n_ids = rng.randint(1, 12)
-        while True:
-            ids.append(rng.randrange(tokenizer.end_id))
-            full = tokenizer.decode_bytes(ids).decode("utf-8", "replace")
-            stopped = any(s in full for s in stops)
-            assert stop(ids) == stopped
-            reason = "stop" if stopped else "length" if len(ids) == n_ids else None
-            so_far += text.add(ids[-1], reason)
-            if reason:
-                break
-            whole = tokenizer.decode_bytes(ids).decode("utf-8", "ignore") if full.endswith("\ufffd") else full
-            longest = max(map(len, stops), default=1)
-            assert full.startswith(so_far)
-            assert len(so_far) > len(whole) - longest - 1
-        cut = min((full.find(s) for s in stops if s in full), default=len(full))
-        assert so_far == full[:cut]
-        n_stopped += stopped
-    assert 100 < n_stopped < 450
+def test_a_picture_that_cannot_be_drawn_is_refused_in_a_sentence(letters, command):
+    assert_refused(command(letters, "--attention", "maps.jpg"), r"--attention: maps\.jpg must end in \.html or \.png")
+    code, out, err = command(letters, "--prompt", "a", "--attention", "nowhere/maps.png")
+    assert (code, out) == (2, "abcdefghij\n")  # the text is there by then
+    assert re.search(r"error: nowhere/maps\.png cannot be written: .*\n$", err)

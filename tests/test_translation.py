@@ -15,8 +15,8 @@ from checkpoint import load_model, load_source_tokenizer
 from config import UserError
 from data.loader import IGNORE, Pairs
 from data.tokenizer import ByteTokenizer
+from generation import beam_search, generate
 from model import EncoderDecoder
-from sample import generate
 from tests.helpers import BruteForce
 from tests.test_train import assert_same_run, cross_entropies, run_with_stops, signals, weights  # noqa: F401
 from tests.training import PAIRS, FixedBatch, Place, Stopper, make_trainer, metrics, pair_corpus, write_pairs
@@ -135,8 +135,8 @@ def test_an_evaluation_is_the_loss_of_every_pair_and_its_greedy_translation(corp
     for i in range(len(pairs)):  # each alone, without a cache
         (ids,) = generate(trainer.model, [pairs.source(i)], max_new_tokens=longest, end_id=256, use_cache=False)
         texts.append(tokenizer.decode(ids))
-    references = [target for _, target in pair_texts(pairs, tokenizer, tokenizer)]
-    assert translate(trainer.model, pairs, tokenizer, 1000) == (texts, references)
+    sources, references = zip(*pair_texts(pairs, tokenizer, tokenizer), strict=True)
+    assert trainer.translations("val", 1000) == (list(sources), texts, list(references))
     assert values["val_exact"] == 0.0
     assert values["val_chrf"] == pytest.approx(sacrebleu.CHRF().corpus_score(texts, [references]).score)
 
@@ -144,9 +144,12 @@ def test_an_evaluation_is_the_loss_of_every_pair_and_its_greedy_translation(corp
 def test_the_first_pairs_are_translated_wherever_their_length_puts_them(corpus):
     trainer = rough(make_trainer(corpus, model=WIDE))
     pairs = trainer.pairs["train"]
-    texts, references = translate(trainer.model, pairs, corpus.tokenizer, 7)
-    assert references == [corpus.tokenizer.decode(pairs.target(i)) for i in range(7)]
-    assert len(texts) == 7
+    longest = max(len(pairs.target(i)) + 1 for i in range(7))
+    for beams in (1, 3):
+        found = translate(trainer.model, pairs, corpus.tokenizer, 7, beams)
+        options = {"beams": beams, "max_new_tokens": longest, "end_id": 256, "use_cache": False}
+        alone = [beam_search(trainer.model, [pairs.source(i)], **options)[0][0] for i in range(7)]
+        assert [one.ids for one in found] == [one.ids for one in alone]
 
 
 def test_scores_of_a_comparison():
