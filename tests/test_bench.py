@@ -137,4 +137,4 @@ def test_a_run_on_other_stories_is_refused(run, monkeypatch, capsys):
     monkeypatch.setattr(bench, "read_checkpoint", lambda *_, **__: ({}, {}, {"corpus": "of other words"}))
     with pytest.raises(SystemExit):
         bench.main(["stories", str(run)])
-    assert "was trained on other stories than there are now" in capsys.readouterr().err
+    assert "is no longer what" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,13 @@ import pytest
 import sacrebleu
 import torch
 
+import bench
 import sample
 import train
 from checkpoint import load_model, load_source_tokenizer
 from config import UserError
 from data.loader import IGNORE, Pairs
+from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
 from generation import beam_search, generate
 from model import EncoderDecoder
@@ -282,3 +285,69 @@ def test_a_uniform_guess_costs_the_logarithm_of_the_vocabulary(corpus):
     with torch.no_grad():
         trainer.model.lm_head.weight.zero_()
     assert trainer.evaluate()["val_loss"] == pytest.approx(math.log(257), abs=1e-5)
+
+
+@pytest.fixture
+def trained(place, capsys):
+    """A run that knows a little, in its folder."""
+    write_pairs(Path("pairs.tsv"), 200)
+    place.write_preset(
+        model={**WIDE, "n_layer": 2, "d_model": 32, "d_ff": 64},
+        data={"source": "pairs.tsv", "tokenizer": "bytes", "target_tokenizer": "chars", "val_fraction": 0.2},
+        train={"steps": 100, "batch_size": 32},
+        optim={"warmup_steps": 10, "learning_rate": 5e-3},
+    )
+    place.train()
+    capsys.readouterr()
+    return load_model("runs/tiny")
+
+
+def test_the_bench_counts_what_is_right_greedily_and_with_beams(trained, capsys):
+    model, tokenizer, config = trained
+    bench.main(["translate", "runs/tiny", "--beams", "3"])
+    out, last = capsys.readouterr().out, metrics(Path("runs/tiny"))[-1]
+    corpus = prepare(config.data, pairs=True)
+    assert f"new pairs: 40 of 40 pairs; {last['val_loss']:.4f} nats per token of all" in out
+    assert f"greedy    {last['val_exact']:8.2%} exactly right, chrF {last['val_chrf']:.2f}, BLEU" in out
+    pairs = train.pairs_of(corpus.val, corpus, 64)
+    longest = max(len(pairs.target(i)) + 1 for i in range(40))
+    right = higher = 0
+    for i in range(40):
+        options = {"max_new_tokens": longest, "end_id": tokenizer.end_id, "vocab_size": tokenizer.vocab_size}
+        (best, *_), (greedy, *_) = (
+            beam_search(model, [pairs.source(i)], beams=beams, **options)[0] for beams in (3, 1)
+        )
+        right += best.ids == pairs.target(i)
+        higher += (best.reason == "end", round(best.score, 5)) > (greedy.reason == "end", round(greedy.score, 5))
+    assert right > 0
+    assert f"3 beams   {right / 40:8.2%} exactly right" in out
+    assert f"3 beams score as greedy does or higher: 40 of 40, {higher} higher" in out
+    wrong = re.findall(r"^    (.*) → (.*)  \(right: (.*)\)$", out, re.M)
+    assert len(wrong) == min(5, 40 - right)
+    assert all(text != target for _, text, target in wrong)
+
+
+def test_the_bench_translates_other_pairs_with_the_tokenizers_of_the_run(trained, capsys):
+    Path("other.tsv").write_text("star\t별\nthe cat\tx\nsees\ty\n".replace("x", "고양이 그"), "utf-8")
+    with pytest.raises(SystemExit):
+        bench.main(["translate", "runs/tiny", "--source", "other.tsv"])
+    assert "the character 'y'" in capsys.readouterr().err
+    bench.main(["translate", "runs/tiny", "--source", "other.tsv", "--pairs", "2", "--beams", "1"])
+    out = capsys.readouterr().out
+    assert out.startswith("other.tsv: 2 of 2 pairs; ")
+    assert "beams" not in out
+
+
+def test_the_bench_wants_an_encoder_decoder_and_the_pairs_it_was_trained_on(trained, place, capsys):
+    Path("pairs.tsv").write_text("star\t별\n" * 20, "utf-8")
+    with pytest.raises(SystemExit):
+        bench.main(["translate", "runs/tiny"])
+    assert "is no longer what runs/tiny was trained on" in capsys.readouterr().err
+    place.write_preset("decoder", train={"steps": 1})
+    place.train("decoder.toml")
+    with pytest.raises(SystemExit):
+        bench.main(["translate", "runs/decoder"])
+    assert "runs/decoder is a decoder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.main(["translate", "runs/tiny", "--beams", "0"])
+    assert "--beams must be at least 1, not 0" in capsys.readouterr().err
