@@ -20,15 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from checkpoint import checkpoints, find_run, load_model, load_source_tokenizer, read_checkpoint
+from checkpoint import checkpoints, find_run, load_model, load_source_tokenizer, read_state
 from config import Config, UserError, command
+from config.schema import DataConfig
 from data.loader import Pairs
 from data.prepare import Corpus, Split, prepare
 from data.sources import open_source
 from data.stories import check, minimal_pairs, tell
 from data.tokenizer import Tokenizer
 from generation import generate
-from train import Loss, Machine, grade, grade_pairs, korean_tokens, pairs_of
+from train import Loss, Machine, grade, grade_pairs, korean_tokens, pairs_of, translation_line
 from translation import compare
 from translation import translate as translate_pairs
 
@@ -54,8 +55,7 @@ def stories(run: Path, checkpoint: str, n_stories: int, n_pairs: int, seed: int)
 def corpus_of(run: Path, config: Config) -> Corpus:
     """The prepared corpus that a run was trained on. Raises `UserError` if it is another by now."""
     corpus = prepare(config.data, pairs=config.model.kind == "encoder_decoder")
-    _, _, state = read_checkpoint(checkpoints(run)[-1], optimizer=False)
-    if state["corpus"] != corpus.key:
+    if read_state(checkpoints(run)[-1])["corpus"] != corpus.key:
         raise UserError(
             f"data.source = {config.data.source} is no longer what {run} was trained on: its text, or the code that "
             f"makes it, has changed"
@@ -130,24 +130,29 @@ def translate(run: Path, checkpoint: str, source: str | None, n: int, beams: int
         values = grade_pairs(Loss(model), pairs, Machine("cpu", torch.float32, False), rows=64)
         print(f"{title}: {min(n, len(pairs)):,} of {len(pairs):,} pairs; {values['loss']:.4f} nats per token of all")
         right = [tokenizer.decode(pairs.target(row)) for row in range(min(n, len(pairs)))]
-        scores = []
+        found = {}
         for width in dict.fromkeys((1, beams)):
             begin = time.perf_counter()
-            found = translate_pairs(model, pairs, tokenizer, n, width)
-            seconds, texts = time.perf_counter() - begin, [tokenizer.decode(one.ids) for one in found]
+            found[width] = translate_pairs(model, pairs, tokenizer, n, width)
+            seconds, texts = time.perf_counter() - begin, [tokenizer.decode(one.ids) for one in found[width]]
             marks = compare(texts, right)
             print(
                 f"  {'greedy' if width == 1 else f'{width} beams':10}{marks['exact']:8.2%} exactly right, chrF "
                 f"{marks['chrf']:.2f}, BLEU {marks['bleu']:.2f}, {seconds:.1f} s"
             )
-            scores.append(np.array([(one.reason == "end", round(one.score, 6)) for one in found], "i8,f8"))
         if beams > 1:
-            greedy, best = (values.tolist() for values in scores)
-            never_below, above = (sum(map(test, best, greedy)) for test in (tuple.__ge__, tuple.__gt__))
-            print(f"  {beams} beams score as greedy does or higher: {never_below:,} of {len(best):,}, {above:,} higher")
+            # Rounded: the same text may differ in its last digits, from a batch of another shape.
+            greedy, best = (
+                [(one.reason == "end", round(one.score, 4)) for one in found[width]] for width in (1, beams)
+            )
+            same = [a.ids == b.ids for a, b in zip(found[1], found[beams], strict=True)]
+            higher = [not same[row] and best[row] > greedy[row] for row in range(len(same))]
+            as_high = [same[row] or best[row] >= greedy[row] for row in range(len(same))]
+            counts = f"{sum(as_high):,} of {len(same):,}, {sum(higher):,} higher"
+            print(f"  {beams} beams score as greedy does or higher: {counts}")
         wrong = [row for row, text in enumerate(texts) if text != right[row]]
         for row in wrong[:5]:
-            print(f"    {source_tokenizer.decode(pairs.source(row))} → {texts[row]}  (right: {right[row]})")
+            print("    " + translation_line((source_tokenizer.decode(pairs.source(row)), texts[row], right[row])))
 
 
 def pairs_to_translate(
@@ -159,16 +164,19 @@ def pairs_to_translate(
         corpus = corpus_of(run, config)
         for title, split in {"new pairs": corpus.val, "held-out combinations": corpus.held_out}.items():
             if split:
-                yield title, pairs_of(split, corpus, context)
+                yield title, pairs_of(split, corpus, context, title)
         return
-    data = config.data.model_copy(update={"source": source, "target_tokenizer": None})
-    documents = list(islice(open_source(data, pairs=True).read(), 2 * n))
+    names = () if source.endswith(".tsv") else ("source_field", "target_field")
+    fields = {name: getattr(config.data, name) for name in names}
+    documents = open_source(DataConfig(source=source, **fields), pairs=True).read()
     ids = {True: [], False: []}
-    for document in documents:
+    for document in islice((document for document in documents if document.split != "train"), 2 * n):
         reader = source_tokenizer if document.is_source else tokenizer
         ids[document.is_source] += [*reader.encode(document.text), reader.end_id]
+    if not ids[True]:
+        raise UserError(f"--source {source} holds no pairs")
     ends = source_tokenizer.end_id, tokenizer.end_id
-    yield source, Pairs(np.array(ids[True]), np.array(ids[False]), *ends, context)
+    yield source, Pairs(np.array(ids[True]), np.array(ids[False]), *ends, context, source)
 
 
 @command

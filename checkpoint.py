@@ -110,12 +110,8 @@ def checkpoints(run: Path) -> list[Path]:
 
 def read_checkpoint(folder: Path, optimizer: bool = True) -> tuple[Tensors, Tensors, dict]:
     """Weights, optimizer tensors (none unless asked for) and state. Raises `UserError` naming a damaged file."""
-    file, tensors = folder / "state.json", [{}, {}]
+    tensors, checksums = [{}, {}], (state := read_state(folder))["checksums"]
     try:
-        state = json.loads(file.read_text("utf-8"))
-        checksums = state["checksums"]
-        if checksums["state.json"] != _state_checksum(state):
-            raise UserError(f"{file} is damaged: it is not what was saved")
         for place, name in enumerate(["weights.safetensors", "state.safetensors"][: 1 + optimizer]):
             file = folder / name
             if _checksum(file) != checksums[name]:
@@ -126,6 +122,21 @@ def read_checkpoint(folder: Path, optimizer: bool = True) -> tuple[Tensors, Tens
     except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise UserError(f"{file} is damaged: {type(error).__name__}: {error}") from None
     return *tensors, state
+
+
+def read_state(folder: Path) -> dict:
+    """What a checkpoint remembers besides tensors. Raises `UserError` if it is damaged."""
+    file = folder / "state.json"
+    try:
+        state = json.loads(file.read_text("utf-8"))
+        whole = state["checksums"]["state.json"] == _state_checksum(state)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is damaged: {type(error).__name__}: {error}") from None
+    if not whole:
+        raise UserError(f"{file} is damaged: it is not what was saved")
+    return state
 
 
 def load_weights(model: nn.Module, weights: Tensors, where: Path) -> None:
@@ -178,7 +189,7 @@ def load_model(run: str | Path, checkpoint: str = "best") -> tuple[Decoder | Enc
     `UserError` for a folder that is no run, has no checkpoint yet, or is damaged.
     """
     run = find_run(run)
-    config = read_toml(run / "config.toml")
+    config = read_toml(run / "config.toml", saved=True)
     if config.model.vocab_size is None:
         raise UserError(f"{run / 'config.toml'} is not what was saved: it has no model.vocab_size")
     folder = run / checkpoint
@@ -194,7 +205,7 @@ def load_model(run: str | Path, checkpoint: str = "best") -> tuple[Decoder | Enc
 
 
 def load_source_tokenizer(run: str | Path, config: Config) -> Tokenizer:
-    """What turns an encoder-decoder's sources into ids: the run's tokenizer, unless they have their own."""
+    """What turns prompts and sources into ids: the run's tokenizer, unless sources have their own."""
     return load_tokenizer(
         find_run(run) / ("tokenizer" if config.model.source_vocab_size is None else "source_tokenizer")
     )

@@ -336,3 +336,27 @@ def build_model(config: ModelConfig) -> Decoder | EncoderDecoder:
     model = (Decoder if config.kind == "decoder" else EncoderDecoder)(config)
     model.init_weights()
     return model
+
+
+@torch.no_grad()
+def attention_of(
+    model: Decoder | EncoderDecoder, target: Tensor, source: Tensor | None = None
+) -> list[tuple[str, int, Tensor, Tensor]]:
+    """What every head looks at while the model reads `target` (B, T), and an encoder-decoder its `source` (B, S).
+
+    Of each layer, in order: its kind (encoder, self, cross), its number, the weights (B, H, T, S), and which keys a
+    query may see, (T, S) bool.
+    """
+    maps = []
+
+    def observe(layer: int, kind: str, weights: Tensor) -> None:
+        n_query, n_key = weights.shape[2:]
+        window = model.config.window if kind == "self" else None
+        mask = Mask(n_query, n_key, causal=kind == "self", window=window, device=weights.device)
+        maps.append((kind, layer, weights, mask.visible))
+
+    if isinstance(model, EncoderDecoder):
+        model.decode(target, model.encode(source, observe=observe), observe=observe)
+    else:
+        model.features(target, observe=observe)
+    return maps

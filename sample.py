@@ -1,7 +1,7 @@
 """Generate text from a trained run, with the KV cache: python sample.py [RUN] [--prompt TEXT] ...
 
-The command around generation.py. Standard output is the text alone, as it comes, prompt first; everything else goes to
-standard error.
+The command around generation.py. Standard output is the text alone, as it comes: the prompt and what follows it, or of
+an encoder-decoder the translation; everything else goes to standard error.
 """
 
 import argparse
@@ -40,7 +40,13 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         add(name, type=_number(kind, *limits, above=above), metavar="N" if kind is int else "X", **others)
 
     add("run", nargs="?", metavar="RUN", help="folder of the run (default: the newest in runs/)")
-    add("--prompt", action="append", type=_text, metavar="TEXT", help="what to continue; may be repeated")
+    add(
+        "--prompt",
+        action="append",
+        type=_text,
+        metavar="TEXT",
+        help="what to continue or translate; may be repeated",
+    )
     add("--prompt-file", metavar="FILE", help="a file whose whole text is a prompt; - is standard input")
     number("--num-samples", int, 1, help="for each prompt (default: 1; without a prompt 3)")
     number("--max-new-tokens", int, 1, 2**31, default=256, help="length limit (default: 256)")
@@ -102,13 +108,11 @@ if __name__ == "__main__":  # --help and mistakes are answered before torch take
     OPTIONS = command(parse_options)(sys.argv[1:])
 
 import torch
-from torch import Tensor
 
-from attention import Mask
 from checkpoint import find_run, load_model, load_source_tokenizer
 from data.tokenizer import StreamDecoder, Tokenizer
 from generation import Event, Hypothesis, beam_search, generate, stream  # noqa: F401 (generate: for who looks here)
-from model import Decoder, EncoderDecoder
+from model import Decoder, EncoderDecoder, attention_of
 from plots import AttentionMap, attention_maps
 
 MAPPED = 256  # tokens whose attention is drawn; more would not be legible
@@ -147,12 +151,10 @@ def main(options: argparse.Namespace) -> None:
     model.to(_device(options.device), getattr(torch, options.dtype))
     translating = config.model.kind == "encoder_decoder"
     prompts = read_prompts(options, config.model.kind)
+    source_tokenizer = load_source_tokenizer(run, config)
+    ids = [source_tokenizer.encode(prompt) for prompt in prompts]
     if translating:  # sources are read with their end, as in training
-        source_tokenizer = load_source_tokenizer(run, config)
-        ids = [[*source_tokenizer.encode(prompt), source_tokenizer.end_id] for prompt in prompts]
-    else:
-        source_tokenizer = None
-        ids = [tokenizer.encode(prompt) for prompt in prompts]
+        ids = [[*source, source_tokenizer.end_id] for source in ids]
     if options.temperature is None:
         options.temperature = 0.0 if translating else 0.8
     settings = {
@@ -180,13 +182,21 @@ def main(options: argparse.Namespace) -> None:
         else:
             print_text(events, [""] * len(prompts) if translating else prompts, tokenizer, options.stop, translating)
         if options.attention:
-            draw_attention(model, ids[0], written, tokenizer, source_tokenizer, options.attention, run)
+            draw_attention(options.attention, maps_to_draw(model, ids[0], written, tokenizer, source_tokenizer), run)
     except ValueError as error:  # a setting, or a prompt, that this model cannot take
         raise UserError(str(error)) from None
     except RuntimeError as error:  # torch has no class of its own for this on a CPU
         if "allocate memory" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
             raise
         raise UserError("there is not enough memory; lower --max-new-tokens, --num-samples or --beams") from None
+
+
+def draw_attention(picture: Path, maps: list[AttentionMap], run: Path) -> None:
+    """Draws the maps of a run, and says so."""
+    if max(len(texts) for one in maps for texts in (one.queries, one.keys)) == MAPPED:
+        print(f"note: {picture} shows no more than {MAPPED} tokens", file=sys.stderr)
+    attention_maps(maps, picture, run.name)
+    print(f"attention: {picture}", file=sys.stderr)
 
 
 def record(events: Iterator[Event], written: list[int]) -> Iterator[Event]:
@@ -197,55 +207,49 @@ def record(events: Iterator[Event], written: list[int]) -> Iterator[Event]:
         yield event
 
 
-@torch.no_grad()
-def draw_attention(
+HEADINGS = {  # of the kinds of attention; a row of cross-attention is told by what it led to
+    "encoder": "encoder self-attention",
+    "self": "self-attention",
+    "cross": "cross-attention, beside what is written next",
+}
+
+
+def maps_to_draw(
     model: Decoder | EncoderDecoder,
     prompt: list[int],
     new: list[int],
     tokenizer: Tokenizer,
-    source_tokenizer: Tokenizer | None,
-    picture: Path,
-    run: Path,
-) -> None:
-    """Draws what every head looks at in a prompt, or a source, and what was written after it."""
-    end_id, config = tokenizer.end_id, model.config
-    start = [end_id] if source_tokenizer or not prompt else prompt
-    target = [*start, *new[:-1]]  # the last one was never read
-    if max(len(target), len(prompt)) > MAPPED:
-        print(f"note: {picture} shows the first {MAPPED} tokens", file=sys.stderr)
-    target, source = target[:MAPPED], prompt[:MAPPED]
-    rows = labels(target, tokenizer)
-    written = labels([*target, *new[-1:]], tokenizer)[1:]
-    columns = labels(source, source_tokenizer) if source_tokenizer else None
-    n, context = len(target), len(source)
-    shown = {  # heading, visible, rows, columns
-        "self": ("self-attention", Mask(n, n, window=config.window).visible, rows, rows),
-        "encoder": ("encoder self-attention", torch.ones(context, context), columns, columns),
-        "cross": ("cross-attention, beside what is written next", torch.ones(n, context), written, columns),
-    }
-    maps = []
-
-    def observe(layer: int, kind: str, weights: Tensor) -> None:
-        heading, visible, *texts = shown[kind]
-        weights = weights[0].float().cpu().numpy()
-        maps.append(AttentionMap(heading, layer, weights, visible.bool().numpy(), config.n_kv_head, *texts))
-
-    tokens = torch.tensor([target], device=model.lm_head.weight.device)
-    if source_tokenizer:
-        memory = model.encode(torch.tensor([source], device=tokens.device), observe=observe)
-        model.features(tokens, memory, observe=observe)
-    else:
-        model.features(tokens, observe=observe)
-    attention_maps(maps, picture, f"{run.name}: {tokenizer.decode(new)}" if source_tokenizer else run.name)
-    print(f"attention: {picture}", file=sys.stderr)
+    source_tokenizer: Tokenizer,
+) -> list[AttentionMap]:
+    """What every head looks at in a prompt, or a source, and in what was written after it; at most `MAPPED` tokens."""
+    translating = isinstance(model, EncoderDecoder)
+    start = [tokenizer.end_id] if translating or not prompt else prompt
+    read = [*start, *new[:-1]][:MAPPED]  # the last id was never read
+    written = labels([*start, *new][1 : MAPPED + 1], tokenizer)
+    rows, columns = labels(read, tokenizer, "<start>"), labels(prompt[:MAPPED], source_tokenizer)
+    texts = {"encoder": (columns, columns), "self": (rows, rows), "cross": (written, columns)}
+    device = model.lm_head.weight.device
+    # All of the source: an encoder sees what comes later, so that to read less of it would change what is drawn.
+    tensors = [torch.tensor([ids], device=device) for ids in ([read, prompt] if translating else [read])]
+    return [
+        AttentionMap(
+            HEADINGS[kind],
+            layer,
+            weights[0, :, :MAPPED, :MAPPED].float().cpu().numpy(),
+            visible[:MAPPED, :MAPPED].cpu().numpy(),
+            model.config.n_kv_head,
+            *texts[kind],
+        )
+        for kind, layer, weights, visible in attention_of(model, *tensors)
+    ]
 
 
-def labels(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    """A text for each id: parts of a character as bytes, the end of a text by name (at the beginning: the start)."""
+def labels(ids: Sequence[int], tokenizer: Tokenizer, first: str = "<end>") -> list[str]:
+    """A text for each id: parts of a character as bytes, the end of a text as <end>, at the beginning as `first`."""
 
     def label(place: int, id: int) -> str:
         if id == tokenizer.end_id:
-            return "<start>" if place == 0 else "<end>"
+            return "<end>" if place else first
         piece = tokenizer.piece(id)
         try:
             return piece.decode()
@@ -285,7 +289,7 @@ def hypothesis_events(hypotheses: Sequence[Hypothesis], end_id: int) -> Iterator
             yield row, id, log_probability, reason if place == len(steps) else None
 
 
-def note_length(events: Iterator[Event], lengths: list[int], trained: int) -> Iterator[Event]:
+def note_length(events: Iterator[Event], lengths: list[int], trained: float) -> Iterator[Event]:
     """The same events; says once when a text of these prompt `lengths` grows past what the model was `trained` on, and
     when nothing was written at all."""
     starts = list(lengths)

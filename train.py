@@ -35,7 +35,7 @@ def read_request(argv: Sequence[str]) -> Request:
         if not (run / "config.toml").is_file():
             runs = ", ".join(sorted(str(path.parent) for path in run.parent.glob("*/config.toml"))) or "none"
             raise ConfigError(f"--resume {run}: there is no run in that folder; runs beside it: {runs}")
-        old = read_toml(run / "config.toml")
+        old = read_toml(run / "config.toml", saved=True)
         return Request(resumed_config(old, override(old, words, PROGRAM, DESCRIPTION)), run.name, run)
     if any(word.partition("=")[0] == "--resume" for word in argv):
         raise ConfigError("--resume RUN comes first, before any other option")
@@ -180,8 +180,8 @@ class Loss(nn.Module):
         self.model, self.label_smoothing = model, label_smoothing
 
     def forward(self, *batch: Tensor, reduction: str = "sum") -> Tensor:
-        """What the model takes, then targets (B, T) -> the cross entropy in nats, float32, of all targets but IGNORE:
-        their sum, or with reduction "none" each (B * T,)."""
+        """What the model's forward takes, in that order, then targets (B, T) -> the cross entropy in nats, float32, of
+        all targets but IGNORE: their sum, or with reduction "none" each (B * T,)."""
         *inputs, targets = batch
         return F.cross_entropy(
             self.model(*inputs).flatten(0, 1).float(),
@@ -207,7 +207,7 @@ class State:
 class Trainer:
     """Everything that a step needs, put together once."""
 
-    def __init__(self, config: Config, run: Path, corpus: Corpus, machine: Machine):
+    def __init__(self, config: Config, run: Path | None, corpus: Corpus, machine: Machine):
         self.config, self.run, self.corpus, self.machine = config, run, corpus, machine
         torch.manual_seed(config.train.seed)
         self.model = build_model(config.model).to(machine.device)
@@ -215,11 +215,11 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(machine.device, enabled=machine.dtype == torch.float16)
         self.loss = Loss(self.model, config.optim.label_smoothing)
         self.training_loss = torch.compile(self.loss) if machine.compile else self.loss
-        splits = {"train": corpus.train, "val": corpus.val, "held_out": corpus.held_out}
-        self.splits = {name: split for name, split in splits.items() if split}
+        self.graded = {"val": corpus.val} | ({"held_out": corpus.held_out} if corpus.held_out else {})
         size, seed, context = config.train.batch_size, config.train.seed, config.model.max_seq_len
         if corpus.pairs:
-            self.pairs = {name: pairs_of(split, corpus, context) for name, split in self.splits.items()}
+            splits = {"train": corpus.train, **self.graded}
+            self.pairs = {name: pairs_of(split, corpus, context, name) for name, split in splits.items()}
             self.batches = PairBatches(self.pairs["train"], size, seed)
         else:
             end_id = corpus.tokenizer.end_id if corpus.documents else None
@@ -276,22 +276,24 @@ class Trainer:
         train, context = self.config.train, self.config.model.max_seq_len
         rows = train.micro_batch_size or max(train.batch_size, 4096 // context)  # many short windows at a time: faster
         grades = {}
-        for name in [name for name in self.splits if name != "train"]:
+        for name, split in self.graded.items():
             if self.corpus.pairs:
                 grades[name] = grade_pairs(self.loss, self.pairs[name], self.machine, rows)
-                grades[name] |= compare(*self.translations(name, TRANSLATED)[1:])
             else:
-                grades[name] = grade(self.loss, self.splits[name], self.corpus, self.machine, context, rows)
+                grades[name] = grade(self.loss, split, self.corpus, self.machine, context, rows)
+            if not math.isfinite(grades[name]["loss"]):
+                raise UserError(self.diverged(grades[name]["loss"], 0.0))
+            if self.corpus.pairs:
+                sources, texts, references = self.translations(name)
+                grades[name] |= compare(texts, references)
+                self.shown = list(zip(sources, texts, references, strict=True))[:SHOWN]
         return {f"{name}_{key}": value for name, values in grades.items() for key, value in values.items()}
 
     def sample(self) -> str:
-        """A few words of the model's own, from the start token; of pairs some translations, and what is right."""
+        """A few words of the model's own, from the start token; of pairs some translations that were just graded."""
         tokenizer = self.corpus.tokenizer
         if self.corpus.pairs:
-            rows = zip(*self.translations("held_out" if self.corpus.held_out else "val", SHOWN), strict=True)
-            return "\n".join(
-                f"{source} → {text}" + ("" if text == right else f"  (right: {right})") for source, text, right in rows
-            )
+            return "\n".join(map(translation_line, self.shown))
         (ids,) = generate(
             self.model,
             [[]],
@@ -304,10 +306,10 @@ class Trainer:
         )
         return tokenizer.decode(ids)
 
-    def translations(self, split: str, n: int) -> tuple[list[str], list[str], list[str]]:
-        """Of the first pairs of a split the sources, the model's greedy translations, and the targets."""
+    def translations(self, split: str) -> tuple[list[str], list[str], list[str]]:
+        """Of the first pairs of a split the sources, the model's greedy translations (in float32), and the targets."""
         pairs, tokenizer = self.pairs[split], self.corpus.tokenizer
-        texts = [tokenizer.decode(best.ids) for best in translate(self.model, pairs, tokenizer, n)]
+        texts = [tokenizer.decode(best.ids) for best in translate(self.model, pairs, tokenizer, TRANSLATED)]
         sources = [self.corpus.source_tokenizer.decode(pairs.source(row)) for row in range(len(texts))]
         return sources, texts, [tokenizer.decode(pairs.target(row)) for row in range(len(texts))]
 
@@ -388,23 +390,23 @@ def grade(loss: Loss, split: Split, corpus: Corpus, machine: Machine, context: i
 @torch.no_grad()
 def grade_pairs(loss: Loss, pairs: Pairs, machine: Machine, rows: int) -> dict[str, float]:
     """The loss over the targets of a split, `rows` pairs at a time, in nats per token."""
-    nats, n_targets = 0.0, 0
+    nats, n_targets = torch.zeros((), dtype=torch.float64), 0
     was_training = loss.training
     loss.eval()
     order = pairs.by_length()
     for first in range(0, len(order), rows):
-        batch = [tensor.to(machine.device) for tensor in pairs.batch(order[first : first + rows])]
-        with machine.autocast():
-            nats += loss(*batch).item()
+        batch = pairs.batch(order[first : first + rows])
         n_targets += int((batch[-1] != IGNORE).sum())
+        with machine.autocast():
+            nats += loss(*(tensor.to(machine.device) for tensor in batch)).double().cpu()
     loss.train(was_training)
-    return {"loss": nats / n_targets}
+    return {"loss": nats.item() / n_targets}
 
 
-def pairs_of(split: Split, corpus: Corpus, context: int) -> Pairs:
+def pairs_of(split: Split, corpus: Corpus, context: int, name: str) -> Pairs:
     """The pairs of a split that fit into the context. Raises `UserError` if there are none."""
     end_ids = corpus.source_tokenizer.end_id, corpus.tokenizer.end_id
-    return Pairs(split.sources, split.tokens, *end_ids, context)
+    return Pairs(split.sources, split.tokens, *end_ids, context, name)
 
 
 def korean_tokens(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
@@ -510,31 +512,34 @@ def evaluate(trainer: Trainer, log: Log) -> dict[str, float]:
     better = values["val_loss"] < state.best_loss
     if better:
         state.best_loss, state.best_step = values["val_loss"], state.step
-    for line in evaluation_lines(values, trainer.corpus, state.step, better):
+    for line in evaluation_lines(values, trainer.graded, state.step, better):
         log.say(line)
     if trainer.config.log.sample_tokens:
         say(textwrap.indent(trainer.sample().strip(), "  | "))
     return values
 
 
-def evaluation_lines(values: dict[str, float], corpus: Corpus, step: int, better: bool) -> Iterator[str]:
-    """What an evaluation found, in lines."""
-    indent = " " * len(f"step {step:,} ")
-    for name, title in {"val": "validation", "held_out": "held-out combinations"}.items():
-        split = getattr(corpus, name)
-        if not split:
-            continue
+def translation_line(row: tuple[str, str, str]) -> str:
+    """A source, its translation, and the right one if that is another."""
+    source, text, right = row
+    return f"{source} → {text}" + ("" if text == right else f"  (right: {right})")
+
+
+def evaluation_lines(values: dict[str, float], splits: dict[str, Split], step: int, better: bool) -> Iterator[str]:
+    """What an evaluation of some splits found, in lines."""
+    indent, titles = " " * len(f"step {step:,} "), {"val": "validation", "held_out": "held-out combinations"}
+    for name, split in splits.items():
         loss = values[f"{name}_loss"]
-        line = f"{title} {loss:.4f} nats/token"
-        if corpus.pairs:
+        line = f"{titles[name]} {loss:.4f} nats/token"
+        if split.sources is not None:
             exact, chrf, bleu = (values[f"{name}_{key}"] for key in ("exact", "chrf", "bleu"))
             line += f", {exact:.1%} exactly right, chrF {chrf:.1f}, BLEU {bleu:.1f}"
         else:
             bits = values[f"{name}_bits_per_byte"]
             line += f", {bits:.4f} bits/byte"
-        if split.floor:
-            floor = values[f"{name}_floor"]
-            line += f" (floor {floor:.4f}, {bits * floor / loss:.4f})"
+            if split.floor:
+                floor = values[f"{name}_floor"]
+                line += f" (floor {floor:.4f}, {bits * floor / loss:.4f})"
         if name == "val":
             yield f"step {step:,} · {line}{' · best so far' if better else ''}"
         else:
@@ -625,25 +630,29 @@ def write_config(config: Config, run: Path) -> None:
     fresh.replace(run / "config.toml")
 
 
-def describe(config: Config, model: nn.Module, corpus: Corpus, batches: Batches, run: Path) -> None:
+def describe(trainer: Trainer) -> None:
     """Says what will happen before it does."""
+    config, corpus = trainer.config, trainer.corpus
     scaled = config.model.rope_scaling.kind != "none"
     for section, values in config.model_dump(exclude_none=True).items():
         shown = ", ".join(f"{k} {v}" for k, v in flatten(values) if scaled or not k.startswith("rope_scaling."))
         say(textwrap.fill(f"{section}: {shown}", 118, subsequent_indent="  ", break_long_words=False))
-    steps, passes = config.train.steps, batches.passes(config.train.steps)
-    say(f"{sum(p.numel() for p in model.parameters()):,} parameters; run folder {run}")
+    steps, size = config.train.steps, config.train.batch_size
+    passes = trainer.batches.passes(steps)
+    say(f"{sum(p.numel() for p in trainer.model.parameters()):,} parameters; run folder {trainer.run}")
     if corpus.pairs:
-        what, (n_train, n_val) = "pairs", (split.n_documents for split in (corpus.train, corpus.val))
+        size, what = f"{size}", "pairs"
+        n_train, n_val = len(trainer.pairs["train"]), len(trainer.pairs["val"])
     else:
-        what, (n_train, n_val) = "tokens", (len(split.tokens) for split in (corpus.train, corpus.val))
-    size = f"{config.train.batch_size}" + (f" x {config.model.max_seq_len}" if what == "tokens" else "")
+        size, what = f"{size} x {config.model.max_seq_len}", "tokens"
+        n_train, n_val = len(corpus.train.tokens), len(corpus.val.tokens)
     say(
         f"{steps:,} steps of {size} {what} = {passes:.1f} passes over {n_train:,} training {what}; "
         f"validation on {n_val:,}"
     )
-    if corpus.pairs and (n_left_out := batches.pairs.n_left_out):
-        say(f"note: {n_left_out:,} of the training pairs are longer than model.max_seq_len and are left out")
+    if corpus.pairs and any(pairs.n_left_out for pairs in trainer.pairs.values()):
+        counts = ", ".join(f"{pairs.n_left_out:,} of {name}" for name, pairs in trainer.pairs.items())
+        say(f"note: pairs longer than model.max_seq_len are left out: {counts}")
     if passes > 10:
         say(
             "note: more than about ten passes; expect the model to learn its text by heart, and use the best checkpoint"
@@ -659,10 +668,13 @@ def resolve_model(model: ModelConfig, corpus: Corpus) -> ModelConfig:
             f"and targets share one tokenizer and one model.vocab_size"
         )
     model = model.resolve(corpus.tokenizer.vocab_size, corpus.source_tokenizer.vocab_size if own else None)
-    largest_id = max(corpus.largest_id, corpus.tokenizer.end_id)
+    largest = {"": max(corpus.largest_id, corpus.tokenizer.end_id)}
     if own:
-        check_ids(max(corpus.largest_source_id, corpus.source_tokenizer.end_id), model.source_vocab_size, "source_")
-    check_ids(largest_id if own else max(largest_id, corpus.largest_source_id), model.vocab_size)
+        largest["source_"] = max(corpus.largest_source_id, corpus.source_tokenizer.end_id)
+    else:
+        largest[""] = max(largest[""], corpus.largest_source_id)
+    for prefix, largest_id in largest.items():
+        check_ids(largest_id, getattr(model, f"{prefix}vocab_size"), prefix)
     return model
 
 
@@ -718,17 +730,14 @@ def run(request: Request) -> None:
         )
     config = config.model_copy(update={"model": resolve_model(config.model, corpus)})
     machine = choose_machine(as_before(config, saved[-1]), "as before") if saved else choose_machine(config)
-    for name in ("train", "val"):
-        split = getattr(corpus, name)
-        if corpus.pairs:
-            pairs_of(split, corpus, config.model.max_seq_len)
-        elif name == "train" or not corpus.documents:
-            check_length(split.tokens, config.model.max_seq_len, name)
+    if not corpus.documents:
+        check_length(corpus.val.tokens, config.model.max_seq_len, "val")
+    trainer = Trainer(config, request.resume, corpus, machine)
     if saved and saved[-1]["step"] > config.train.steps:
         raise ConfigError(f"train.steps = {config.train.steps}: the run is at step {saved[-1]['step']} already")
     folder = request.resume or new_run(config, request.name)
     write_config(config, folder)  # first, so that whatever happens next the folder is a run that can be resumed
-    trainer = Trainer(config, folder, corpus, machine)
+    trainer.run = folder
     if saved:
         trainer.restore(*saved)
         if trainer.state.step == config.train.steps:
@@ -740,7 +749,7 @@ def run(request: Request) -> None:
         if config.model.source_vocab_size is not None:
             corpus.source_tokenizer.save(folder / "source_tokenizer")
         (folder / "metrics.jsonl").write_bytes(b"")
-    describe(config, trainer.model, corpus, trainer.batches, folder)
+    describe(trainer)
     log = Log(trainer, start_wandb(wandb, config, folder))
     try:
         train(trainer, log)

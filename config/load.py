@@ -30,6 +30,7 @@ from config.schema import Config, Section
 
 PRESETS = Path(__file__).parent
 DEFAULT_PRESET = PRESETS / "stories.toml"
+LAST_LINE = "\n# end\n"
 
 
 def load_config(argv: Sequence[str], prog: str | None = None, description: str | None = None) -> Config:
@@ -50,11 +51,15 @@ def split_preset(argv: Sequence[str]) -> tuple[Path, list[str]]:
     return Path(os.path.relpath(PRESETS / f"{path}.toml")) if bare else path, list(argv[1:])
 
 
-def read_toml(path: str | Path) -> Config:
-    """The configuration in a file; what it leaves out has the schema's default. Raises `ConfigError`."""
+def read_toml(path: str | Path, saved: bool = False) -> Config:
+    """The configuration in a file; what it leaves out has the schema's default, so that one that was `saved` must have
+    its last line. Raises `ConfigError`."""
     path = Path(path)
     try:
-        return Config.model_validate(tomllib.loads(path.read_text("utf-8-sig")))
+        text = path.read_text("utf-8-sig")
+        if saved and not text.endswith(LAST_LINE):
+            raise ConfigError(f"{path} is damaged: its last line, {LAST_LINE.strip()}, is missing")
+        return Config.model_validate(tomllib.loads(text))
     except FileNotFoundError:
         raise ConfigError(f"there is no {path}; {_nearby(path)}") from None
     except OSError as error:
@@ -88,7 +93,7 @@ def override(config: Config, argv: Sequence[str], prog: str | None = None, descr
 def to_toml(config: Config) -> str:
     """Text from which `read_toml` makes an equal configuration. TOML has no null: what is None is left out, which
     is right because only options whose default is None may be None."""
-    return "\n\n".join(_tables(config.model_dump(exclude_none=True))) + "\n"
+    return "\n\n".join(_tables(config.model_dump(exclude_none=True))) + LAST_LINE
 
 
 def _tables(values: dict[str, Any], path: str = "") -> list[str]:

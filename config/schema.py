@@ -93,7 +93,7 @@ class ModelConfig(Section):
     """Rows of the encoder's embedding, where data.target_tokenizer gives the two sides a tokenizer each. Omitted: the
     source tokenizer's."""
     max_seq_len: PositiveInt = 256
-    """The training context, in tokens. Only learned positions end there."""
+    """The training context, in tokens; longer pairs are left out. Only learned positions end there."""
     n_layer: PositiveInt = 6
     """Blocks of the decoder."""
     n_encoder_layer: PositiveInt | None = None
@@ -195,12 +195,16 @@ class DataConfig(Section):
     target_field: str = "target"
     """Which field of a pair's row holds the target."""
     max_tokens: PositiveInt = 2_000_000
-    """Where a generated or streamed corpus ends (stories, hub:), in tokens; a file is always read whole."""
+    """Where a generated or streamed corpus (stories, copy, hub:, …) ends, in tokens (of pairs, both sides together); a
+    file is always read whole."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.bpe_vocab_size != 2048 and "bpe" not in (self.tokenizer, self.target_tokenizer):
-            raise ValueError(f"bpe_vocab_size = {self.bpe_vocab_size} needs tokenizer = bpe, it is {self.tokenizer}")
+            raise ValueError(
+                f"bpe_vocab_size = {self.bpe_vocab_size} needs tokenizer = bpe (or target_tokenizer = bpe), "
+                f"it is {self.tokenizer}"
+            )
         built_in, fetched = self.source in ("stories", "pydoc"), self.source.startswith(("http://", "https://"))
         text = self.source.lower().endswith((".txt", ".md", ".tsv")) and not self.source.startswith("hub:")
         if self.text_field not in (None, "text") and (built_in or fetched or text):  # "text": found anyway
@@ -296,7 +300,7 @@ class LogConfig(Section):
     interval: PositiveInt = 10
     """Steps between lines of progress."""
     sample_tokens: Annotated[int, Field(ge=0, le=10_000)] = 60
-    """Tokens written by the model after each validation, to watch it learn; 0: none."""
+    """Tokens written by the model after each validation, to watch it learn (of pairs: some translations); 0: none."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases."""
     wandb_project: str = "byeol"

@@ -63,10 +63,13 @@ class Pairs:
     start, and ends with one.
 
     sources, targets: 1-D arrays, memory-mapped or not, of as many documents that end with `source_end_id` or `end_id`.
-    Pairs of which either is longer than `seq_len` are left out, `n_left_out` of them. Raises `UserError` if all are.
+    Pairs of which either is longer than `seq_len` are left out, `n_left_out` of them. Raises `UserError`, naming the
+    `split`, if all are.
     """
 
-    def __init__(self, sources: np.ndarray, targets: np.ndarray, source_end_id: int, end_id: int, seq_len: int):
+    def __init__(
+        self, sources: np.ndarray, targets: np.ndarray, source_end_id: int, end_id: int, seq_len: int, split: str
+    ):
         self.sources, self.targets = sources, targets
         ends = np.stack([document_ends(sources, source_end_id), document_ends(targets, end_id)])  # (2, n)
         before = np.concatenate([np.full((2, 1), -1), ends[:, :-1]], axis=1)
@@ -74,7 +77,10 @@ class Pairs:
         self.starts, self.lengths = before[:, fitting], (ends - before)[:, fitting]
         self.n_left_out = int((~fitting).sum())
         if len(self) == 0:
-            raise UserError(f"all {self.n_left_out:,} pairs are longer than model.max_seq_len = {seq_len}: raise that")
+            raise UserError(
+                f"all {self.n_left_out:,} pairs of the {split} split are longer than model.max_seq_len = {seq_len} "
+                f"tokens: raise that"
+            )
 
     def __len__(self) -> int:
         return self.lengths.shape[1]
@@ -82,9 +88,9 @@ class Pairs:
     def batch(self, pairs: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(sources (B, S), inputs (B, T), source lengths (B,), targets (B, T)) of these pairs, int64, right-padded."""
         source, target = ((self.starts[side, pairs], self.lengths[side, pairs]) for side in (0, 1))
-        _, sources, _ = _right_padded(self.sources, *source)
         inputs, targets, _ = _right_padded(self.targets, *target)
-        return sources.clamp(min=0), inputs, torch.from_numpy(source[1]), targets
+        sources = _rows(self.sources, source[0] + 1, source[1], 0)
+        return sources, inputs, torch.from_numpy(source[1]), targets
 
     def source(self, pair: int) -> list[int]:
         """The ids of a source, its end included."""
@@ -202,12 +208,18 @@ def check_ids(largest_id: int, vocab_size: int, prefix: str = "") -> None:
 def _right_padded(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, ...]:
     """Windows that start at `starts` (B,), with `lengths` targets each (B,)."""
     offsets = np.arange(lengths.max())
-    padding = offsets >= lengths[:, None]  # (B, T)
-    places = np.where(padding, -1, starts[:, None] + offsets + 1)
-    inputs = np.where(padding, 0, tokens[places - 1].astype(np.int64))  # before the first token: the last one
-    targets = np.where(padding, IGNORE, tokens[places].astype(np.int64))
+    places = np.where(offsets < lengths[:, None], starts[:, None] + offsets + 1, -1)  # (B, T)
+    inputs = _rows(tokens, starts, lengths, 0)  # before the first token: the last one
+    return inputs, _rows(tokens, starts + 1, lengths, IGNORE), torch.from_numpy(places)
+
+
+def _rows(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, padding: int) -> torch.Tensor:
+    """The `lengths` (B,) tokens from each of `starts` (B,) on, right-padded: (B, T), int64."""
+    offsets = np.arange(lengths.max())
+    real = offsets < lengths[:, None]
+    rows = np.where(real, tokens[np.where(real, starts[:, None] + offsets, 0)].astype(np.int64), padding)
     _release(tokens)
-    return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(places)
+    return torch.from_numpy(rows)
 
 
 def _release(tokens: np.ndarray) -> None:

@@ -140,11 +140,13 @@ def _build(folder: Path, source: Source, config: DataConfig, settings: dict) -> 
     kinds = {config.tokenizer, config.target_tokenizer or config.tokenizer}
     find_cut = len if kinds <= {"bytes", "chars"} else last_cut  # they go character by character
     with closing(Progress()) as progress:
-        tokenizer, n_characters = _survey(source, config, find_cut, progress)
-        source_tokenizer = tokenizer
         if config.target_tokenizer:
-            source_tokenizer, _ = _survey(source, config, find_cut, progress, side="source")
+            tokenizer, n_characters = _survey(source, config, config.target_tokenizer, find_cut, progress, False)
+            source_tokenizer, _ = _survey(source, config, config.tokenizer, find_cut, progress, True)
             source_tokenizer.save(folder / "source_tokenizer")
+        else:
+            tokenizer, n_characters = _survey(source, config, config.tokenizer, find_cut, progress)
+            source_tokenizer = tokenizer
         tokenizer.save(folder / "tokenizer")
         documents = source.read()
         if source.single:
@@ -195,19 +197,22 @@ def _report(meta: dict, tokenizers: dict[str, Tokenizer], config: DataConfig, se
 
 
 def _survey(
-    source: Source, config: DataConfig, find_cut: Callable, progress: "Progress", side: str = "target"
+    source: Source,
+    config: DataConfig,
+    kind: str,
+    find_cut: Callable,
+    progress: "Progress",
+    of_sources: bool | None = None,
 ) -> tuple[Tokenizer, int]:
-    """The tokenizer, trained if need be, and how many characters a single text has. Where sources and targets have one
-    each, that of one `side`."""
-    kind, n_characters, n_bytes = config.tokenizer, 0, 0
-    if config.target_tokenizer and side == "target":
-        kind = config.target_tokenizer
+    """The tokenizer of a `kind`, trained if need be, and how many characters a single text has. Of pairs, the tokenizer
+    is made from sources alone or from targets alone, or from both (None)."""
+    n_characters = n_bytes = 0
     documents = source.read()
     if source.max_tokens:
         enough = 4 * source.max_tokens
         documents = _first(documents, min(enough, SAMPLE_BYTES) if kind == "bpe" else enough, source.group)
-    if config.target_tokenizer:
-        documents = (document for document in documents if document.is_source == (side == "source"))
+    if of_sources is not None:
+        documents = (document for document in documents if document.is_source == of_sources)
 
     def read() -> Iterator[str]:
         nonlocal n_characters, n_bytes

@@ -32,8 +32,8 @@ from data import tasks
 BLOCK = 2**20  # bytes of a file that are read at a time
 PAIR_FIELDS = ("source", "target")  # columns of a .tsv, and what fields of rows are called unless told otherwise
 PAIR_SOURCES = (
-    "stories, copy, reverse, sort, numbers, .tsv (source, tab, target), or .jsonl, .parquet and hub:NAME with the "
-    "fields source and target (or data.source_field and data.target_field)"
+    "stories, copy, reverse, sort, numbers, a .tsv (source, tab, target), a .jsonl or .parquet (fields source and "
+    "target, or data.source_field and data.target_field), a folder of them, or hub:NAME"
 )
 ELSEWHERE = "; without a network, fetch the text elsewhere and give its path as data.source"
 MENDING = "save it as UTF-8 with iconv -t UTF-8 -f CP949 (if it is Korean) or -f LATIN1 (Western European)"
@@ -220,10 +220,10 @@ def _check_path(path: Path, pairs: bool) -> None:
     if not path.exists():
         siblings = path.parent.iterdir() if path.parent.is_dir() else ()
         names = [os.fspath(near) for near in siblings if near.is_dir() or near.suffix.lower() in ALL_SUFFIXES]
-        near = difflib.get_close_matches(os.fspath(path), ["stories", "pydoc", *names], n=1)
+        near = difflib.get_close_matches(os.fspath(path), ["stories", "pydoc", *tasks.TASKS, *names], n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        kinds = f"stories, pydoc, a file ({', '.join(ALL_SUFFIXES)}), a folder of them, https://….txt or hub:NAME"
-        raise UserError(f"there is no data.source = {path}; {hint}it can be {kinds}")
+        kinds = f"stories, pydoc, a file ({_suffixes_or(False)}), a folder of them, https://….txt or hub:NAME"
+        raise UserError(f"there is no data.source = {path}; {hint}it can be {PAIR_SOURCES if pairs else kinds}")
     if path.is_dir() or suffix in _suffixes(pairs):
         return
     if suffix == ".tsv":

@@ -13,16 +13,18 @@ import math
 import random
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice, zip_longest
 from pathlib import Path
+from typing import TypeVar
 
 from config.errors import UserError, command
 from data.grammar import PARTICLES, Draw, Grammar, Sentence, Slot, Story, Word, looks_like, particle, render
 
 SEED = 0  # of the text that models are trained on; not the run's: runs of several seeds read the same stories
 CORPUS = 60_000  # more stories than the default preset trains on
+T = TypeVar("T")
 
 
 @cache
@@ -51,41 +53,41 @@ def draws(seed: int, val_fraction: float) -> Iterator[tuple[str, Story]]:
     combinations of words that neither of the two has.
     """
     rng = random.Random(seed)
-    n_drawn = n_val = n_held_out = 0
-    while True:
-        tale = story(rng)
-        if not tale.held_out:
-            n_drawn += 1
-            validates = n_drawn > 1 and (n_drawn - 2) * val_fraction >= n_val  # the second, so that there is one
-            n_val += validates
-            yield "val" if validates else "train", tale
-        elif n_held_out < n_val:
-            n_held_out += 1
-            yield "held_out", tale
+    tales = iter(lambda: story(rng), None)
+    return _split(((tale, tale.held_out) for tale in tales), val_fraction)
 
 
 def pairs(seed: int, val_fraction: float) -> Iterator[tuple[str, str, str]]:
     """Sentences of the stories, each once: its split, its English and its Korean, which follows from the English alone.
 
-    Of combinations of the two or more words in a sentence, one in ten is kept for "held_out", which gets at most as
-    many as "val" does; so no sentence of one split is in another.
+    Splits are as in `draws`; here what is held out is one in ten of the combinations of the words in a sentence, where
+    it has at least two. So no sentence of one split is in another.
     """
-    rng = random.Random(seed)
+    return ((split, *pair) for split, pair in _split(_sentences(random.Random(seed)), val_fraction))
+
+
+def _sentences(rng: random.Random) -> Iterator[tuple[tuple[str, str], bool]]:
+    """The different sentences of many stories, in both languages, and whether each is held out."""
     seen = set()
-    n_drawn = n_val = n_held_out = 0
     for tale in (story(rng) for _ in range(CORPUS)):
-        for sentence, english, korean in zip(tale.sentences, tale.english, tale.korean, strict=True):
-            if english in seen:
-                continue
-            seen.add(english)
-            if len(sentence.roles) < 2 or not grammar().is_held_out(sentence.roles, tale.cast):
-                n_drawn += 1
-                validates = n_drawn > 1 and (n_drawn - 2) * val_fraction >= n_val
-                n_val += validates
-                yield "val" if validates else "train", english, korean
-            elif n_held_out < n_val:
-                n_held_out += 1
-                yield "held_out", english, korean
+        for sentence, *pair in zip(tale.sentences, tale.english, tale.korean, strict=True):
+            if pair[0] not in seen:
+                seen.add(pair[0])
+                yield tuple(pair), len(sentence.roles) > 1 and grammar().is_held_out(sentence.roles, tale.cast)
+
+
+def _split(items: Iterable[tuple[T, bool]], val_fraction: float) -> Iterator[tuple[str, T]]:
+    """Items and whether each is held out -> the split of each, and the item; of those held out, some are left out."""
+    n_drawn = n_val = n_held_out = 0
+    for item, held_out in items:
+        if not held_out:
+            n_drawn += 1
+            validates = n_drawn > 1 and (n_drawn - 2) * val_fraction >= n_val  # the second, so that there is one
+            n_val += validates
+            yield "val" if validates else "train", item
+        elif n_held_out < n_val:
+            n_held_out += 1
+            yield "held_out", item
 
 
 def floor(split: str, tale: Story) -> tuple[float, float, float]:

@@ -3,8 +3,8 @@
 python -m data.tasks TASK [--sample N] [--seed S] [--from A --to B]     prints pairs: source, tab, target
 
 copy, reverse and sort are endless: a source is 2 to 20 random letters, and the target the same letters, backwards, or
-in order. numbers is finite: phrases with a number from 1 to 9,999 in words. Korean has two rows of numerals, and the
-phrase decides between them: prices and pages are 삼, while counting says 셋, and 세 before what is counted. One number
+in order. numbers is finite: phrases with a number from 1 to 9,999 in words. Korean has two sets of numerals, and the
+phrase decides between them: prices and pages take 삼, while counting says 셋, and 세 before what is counted. One number
 in ten is kept from training in every phrase, so that a model can be asked whether it has learnt how numbers are made.
 """
 
@@ -122,6 +122,7 @@ def draws(task: str, val_fraction: float) -> Iterator[tuple[str, str, str]]:
     """
     draw = Draw(random.Random(SEED))
     if task == "numbers":
+        # Not `shuffle`, which may change with the version of Python.
         drawn = sorted(((n, phrase) for n in LEARNT for phrase in PHRASES), key=lambda _: draw.rng.random())
         pairs = ((is_held_out(n), *number_pair(n, phrase)) for n, phrase in drawn)
     else:

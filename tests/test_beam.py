@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 
+import generation
 from data.tokenizer import CharTokenizer
 from generation import Hypothesis, beam_search, generate
 from model import KVCache
@@ -391,6 +392,17 @@ def test_a_model_that_computes_no_numbers_is_refused():
         model.lm_head.weight[3, 0] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
         beam_search(model, [[1, 2]])
+
+
+@pytest.mark.parametrize("k", [1, 3, 9, 40])
+def test_the_likeliest_ids_are_the_first_of_a_stable_sort(k):
+    torch.manual_seed(0)
+    for levels in (2, 4, 1000):  # few: many ties
+        logits = torch.randint(levels, (50, 9)).double()
+        logits[0] = -torch.inf
+        logits[1, 3:] = -torch.inf
+        expected = logits.sort(stable=True, descending=True).indices[:, :k]
+        assert torch.equal(generation._likeliest(logits, k), expected)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def test_a_run_on_another_text_is_refused(tmp_path, monkeypatch, capsys):
 
 def test_a_run_on_other_stories_is_refused(run, monkeypatch, capsys):
     monkeypatch.chdir(run.parents[1])
-    monkeypatch.setattr(bench, "read_checkpoint", lambda *_, **__: ({}, {}, {"corpus": "of other words"}))
+    monkeypatch.setattr(bench, "read_state", lambda *_: {"corpus": "of other words"})
     with pytest.raises(SystemExit):
         bench.main(["stories", str(run)])
     assert "is no longer what" in capsys.readouterr().err

@@ -443,6 +443,16 @@ def test_a_damaged_configuration_or_tokenizer_is_one_sentence_that_names_it(run,
         load_model(run, "last")
 
 
+def test_a_configuration_that_lost_its_end_is_never_taken_for_a_shorter_one(run):
+    """What is left of a table is a table too, and its missing options would get their defaults."""
+    lines = (run / "config.toml").read_text("utf-8").splitlines(keepends=True)
+    assert len(lines) > 50
+    for n in range(len(lines)):
+        (run / "config.toml").write_text("".join(lines[:n]), "utf-8")
+        with pytest.raises(UserError, match=r"config\.toml"):
+            load_model(run, "last")
+
+
 def test_a_digit_changed_in_the_state_is_noticed(run):
     file = run / "last" / "state.json"
     changed = file.read_text("utf-8").replace('"step": 8', '"step": 9')

@@ -8,10 +8,10 @@ from attention import KERNELS
 from cache import KVCache
 from checkpoint import read_checkpoint
 from config.schema import ModelConfig
-from generation import generate
+from generation import beam_search, generate
 from model import build_model
 from tests.helpers import TINY
-from tests.training import byte_corpus, settings
+from tests.training import PAIRS, byte_corpus, pair_corpus, settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
 
@@ -75,3 +75,18 @@ def test_a_run_goes_on_where_it_was_saved(tmp_path, options):
     for _ in range(3):
         assert second.step()["loss"] == pytest.approx(first.step()["loss"], rel=1e-3)
     assert first.evaluate()["val_loss"] == pytest.approx(second.evaluate()["val_loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("compile", ["off", "on"])
+def test_an_encoder_decoder_trains_is_graded_and_translates_as_on_the_cpu(tmp_path, compile):
+    config = settings(model={**PAIRS, "max_seq_len": 64}, train={"device": "cuda", "compile": compile})
+    corpus, losses = pair_corpus(tmp_path), []
+    for machine in (train.choose_machine(config), train.Machine("cpu", torch.float32, False)):
+        trainer = train.Trainer(config, tmp_path, corpus, machine)
+        losses.append([*(trainer.step()["loss"] for _ in range(6)), trainer.evaluate()["val_loss"]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    source = [trainer.pairs["val"].source(0)]
+    options = {"beams": 3, "max_new_tokens": 8, "end_id": 256}
+    on_cpu = beam_search(trainer.model, source, **options)
+    on_gpu = beam_search(trainer.model.cuda(), source, **options)
+    assert [one.ids for one in on_gpu[0]] == [one.ids for one in on_cpu[0]]

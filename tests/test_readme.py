@@ -80,6 +80,8 @@ def test_set_up_commands_are_two_lines_that_install_and_run():
 
 
 def test_every_file_that_the_readme_names_exists():
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", README):
+        assert (ROOT / picture).stat().st_size > 10_000, picture
     names = set(re.findall(r"`([\w./]+?\.(?:py|md)|config/\w+\.toml|\w+/)`", README))
     assert {"attention.py", "model.py", "train.py", "sample.py", "config/translate.toml"} <= names
     for name in names:

@@ -22,7 +22,7 @@ from checkpoint import link, load_model, save_checkpoint
 from config import Config, ModelConfig, to_toml
 from data.tokenizer import ByteTokenizer, CharTokenizer, train_tokenizer
 from generation import generate, stream
-from tests.helpers import BruteForce, build
+from tests.helpers import BruteForce, assert_close, build
 from tests.test_generation import chain
 from tests.test_plots import Page
 
@@ -559,12 +559,26 @@ def test_the_best_of_beams_is_drawn(tmp_path, command):
     assert drawn["queries"] == [[*"abcdefghij", "<end>"][id] for id in json.loads(out)["tokens"]]
 
 
-def test_a_long_text_is_drawn_as_far_as_it_is_legible(tmp_path, command):
-    save(tmp_path / "runs" / "letters", build(vocab_size=11, n_layer=1), CharTokenizer("abcdefghij"))
-    argv = ["--prompt", "ab" * 200, "--max-new-tokens", "2", "--attention", "maps.html"]
-    code, _, err = command(tmp_path, *argv)
-    assert (code, "note: maps.html shows the first 256 tokens" in err) == (0, True)
-    assert len(Page(tmp_path / "maps.html").data["maps"][0]["queries"]) == 256
+def test_a_long_text_is_drawn_as_far_as_it_is_legible(tmp_path, monkeypatch, capsys):
+    """The weights are those of the whole text all the same: an encoder looks at what is not drawn, too."""
+    monkeypatch.setattr("sample.MAPPED", 5)
+    model, tokenizer = (
+        build(kind="encoder_decoder", n_encoder_layer=1, vocab_size=11, seed=3),
+        CharTokenizer("abcdefghij"),
+    )
+    prompt, new = [0, 1, 2, 3, 4, 5, 6, 10], [7, 6, 5, 4, 3, 2, 1]
+    maps, reference = sample.maps_to_draw(model, prompt, new, tokenizer, tokenizer), BruteForce(model)
+    reference.logits([10, *new[:-1]], prompt)
+    assert [one.queries for one in maps if one.kind.startswith("cross")] == [list("hgfed")] * 2
+    assert [one.queries for one in maps if one.kind == "self-attention"] == [["<start>", *"hgfe"]] * 2
+    for one, (layer, kind) in zip(
+        maps, [(0, "encoder"), (0, "self"), (0, "cross"), (1, "self"), (1, "cross")], strict=True
+    ):
+        assert_close(one.weights, reference.maps[layer, kind][:, :5, :5])
+        assert one.keys == (["<start>", *"hgfe"] if kind == "self" else list("abcde"))
+    assert sample.labels([10], tokenizer) == ["<end>"]  # an empty source
+    sample.draw_attention(tmp_path / "maps.html", maps, tmp_path / "run")
+    assert "shows no more than 5 tokens" in capsys.readouterr().err
 
 
 def test_parts_of_a_character_are_named_by_their_bytes(tmp_path, command):

@@ -373,7 +373,8 @@ def test_stories_are_graded_one_by_one_and_by_language(story_corpus, context, ro
 def test_the_losses_on_stories_are_told_beside_their_floors(story_corpus):
     values = {"val_loss": 2.0, "val_bits_per_byte": 0.5, "val_floor": 1.0, "val_english": 9.0, "val_korean": 0.5}
     values |= {key.replace("val", "held_out"): value for key, value in values.items()}
-    lines = list(train.evaluation_lines(values, story_corpus, 1234, True))
+    splits = {"val": story_corpus.val, "held_out": story_corpus.held_out}
+    lines = list(train.evaluation_lines(values, splits, 1234, True))
     english, korean, _ = (nats / story_corpus.val.n_documents for nats in story_corpus.val.floor)
     assert lines[0] == (
         "step 1,234 · validation 2.0000 nats/token, 0.5000 bits/byte (floor 1.0000, 0.2500) · best so far"
@@ -1269,7 +1270,13 @@ def test_fewer_steps_than_were_done_are_refused(place, stopped):
 
 def test_a_run_that_was_killed_as_it_began_can_be_resumed(place, monkeypatch):
     place.write_preset()
-    monkeypatch.setattr(train, "Trainer", lambda *_: (_ for _ in ()).throw(Killed))
+    write_config = train.write_config
+
+    def killed_after(*arguments):
+        write_config(*arguments)
+        raise Killed
+
+    monkeypatch.setattr(train, "write_config", killed_after)
     with pytest.raises(Killed):
         place.train("--train.run-dir", "here")
     monkeypatch.undo()

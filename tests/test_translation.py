@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import sacrebleu
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import bench
 import sample
@@ -139,7 +140,7 @@ def test_an_evaluation_is_the_loss_of_every_pair_and_its_greedy_translation(corp
         (ids,) = generate(trainer.model, [pairs.source(i)], max_new_tokens=longest, end_id=256, use_cache=False)
         texts.append(tokenizer.decode(ids))
     sources, references = zip(*pair_texts(pairs, tokenizer, tokenizer), strict=True)
-    assert trainer.translations("val", 1000) == (list(sources), texts, list(references))
+    assert trainer.translations("val") == (list(sources), texts, list(references))
     assert values["val_exact"] == 0.0
     assert values["val_chrf"] == pytest.approx(sacrebleu.CHRF().corpus_score(texts, [references]).score)
 
@@ -246,11 +247,18 @@ def test_pairs_that_are_too_long_are_left_out_and_counted(place, capsys):
         file.write("x" * 64 + "\ty\n" + "x\t" + "y" * 64 + "\n")
     place.write_preset(model=WIDE, data={"source": "pairs.tsv", "val_fraction": 0.02}, train={"steps": 1})
     place.train()
-    assert "note: 2 of the training pairs are longer than model.max_seq_len and are left out" in capsys.readouterr().out
+    assert "note: pairs longer than model.max_seq_len are left out: 2 of train, 0 of val" in capsys.readouterr().out
 
 
 REFUSED = {
-    "all too long": (["--model.max-seq-len", "1"], "all .* pairs are longer than model.max_seq_len = 1"),
+    "all too long": (
+        ["--model.max-seq-len", "1"],
+        r"all 54 pairs of the train split are longer than model\.max_seq_len",
+    ),
+    "all of a split too long": (
+        ["--data.source", "uneven.tsv", "--model.max-seq-len", "9"],
+        r"all 1 pairs of the val split are longer than model\.max_seq_len = 9",
+    ),
     "no pairs": (["--data.source", "text.txt"], "has no pairs for an encoder-decoder"),
     "a text field": (["--data.text-field", "x"], r"data\.text_field = x needs rows"),
     "vocabulary too small": (["--model.vocab-size", "100"], r"model\.vocab_size = 100"),
@@ -265,11 +273,30 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_a_refused_start_on_pairs_is_one_sentence(place, reason):
     words, message = REFUSED[reason]
+    Path("uneven.tsv").write_text("a\tb\n" + "a" * 20 + "\tb\n" + "a\tb\n" * 8, "utf-8")
     place.write_preset(model=WIDE, data={"source": "pairs.tsv"})
     with pytest.raises(UserError, match=message) as refused:
         place.train(*words)
     assert "\n" not in str(refused.value)
     assert not Path("runs").exists()
+
+
+def test_a_run_that_diverged_says_so_instead_of_translating(place):
+    place.write_preset(model=WIDE, data={"source": "pairs.tsv"}, train={"steps": 1}, optim={"learning_rate": 1e38})
+    with pytest.raises(UserError, match=r"the loss is (nan|inf) at step 1; try again with --optim\.learning-rate"):
+        place.train()
+
+
+def test_batches_of_many_shapes_are_compiled_only_a_few_times(corpus):
+    """Lengths differ from batch to batch: they must become symbols, not constants."""
+    trainer, counter = make_trainer(corpus, model=WIDE), CompileCounter()
+    trainer.training_loss = torch.compile(trainer.loss, backend=counter)
+    shapes = set()
+    for step in range(12):
+        shapes.add(tuple(tensor.shape for tensor in trainer.batches.batch(step)))
+        trainer.step()
+    assert len(shapes) > 8
+    assert counter.frame_count <= 3
 
 
 def test_the_tokenizer_of_the_targets_is_learnt_from_them_alone(tmp_path):
@@ -309,7 +336,7 @@ def test_the_bench_counts_what_is_right_greedily_and_with_beams(trained, capsys)
     corpus = prepare(config.data, pairs=True)
     assert f"new pairs: 40 of 40 pairs; {last['val_loss']:.4f} nats per token of all" in out
     assert f"greedy    {last['val_exact']:8.2%} exactly right, chrF {last['val_chrf']:.2f}, BLEU" in out
-    pairs = train.pairs_of(corpus.val, corpus, 64)
+    pairs = train.pairs_of(corpus.val, corpus, 64, "val")
     longest = max(len(pairs.target(i)) + 1 for i in range(40))
     right = higher = 0
     for i in range(40):
@@ -332,6 +359,10 @@ def test_the_bench_translates_other_pairs_with_the_tokenizers_of_the_run(trained
     with pytest.raises(SystemExit):
         bench.main(["translate", "runs/tiny", "--source", "other.tsv"])
     assert "the character 'y'" in capsys.readouterr().err
+    Path("empty.tsv").write_text("")
+    with pytest.raises(SystemExit):
+        bench.main(["translate", "runs/tiny", "--source", "empty.tsv"])
+    assert "--source empty.tsv holds no pairs" in capsys.readouterr().err
     bench.main(["translate", "runs/tiny", "--source", "other.tsv", "--pairs", "2", "--beams", "1"])
     out = capsys.readouterr().out
     assert out.startswith("other.tsv: 2 of 2 pairs; ")

@@ -194,12 +194,17 @@ def pair_arrays(*sizes: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make_pairs(*sizes: tuple[int, int], seq_len: int = 64) -> Pairs:
-    return Pairs(*pair_arrays(*sizes), SOURCE_END, TARGET_END, seq_len)
+    return Pairs(*pair_arrays(*sizes), SOURCE_END, TARGET_END, seq_len, "train")
 
 
 def test_pairs_as_tensors():
     pairs = Pairs(
-        np.array([1, 2, 60, 50, 3, 50, 4, 5, 6, 7, 50]), np.array([8, 60, 50, 9, 60, 10, 60]), SOURCE_END, TARGET_END, 9
+        np.array([1, 2, 60, 50, 3, 50, 4, 5, 6, 7, 50]),
+        np.array([8, 60, 50, 9, 60, 10, 60]),
+        SOURCE_END,
+        TARGET_END,
+        9,
+        "train",
     )
     source, inputs, lengths, targets = pairs.batch(np.array([2, 0, 1]))
     assert source.tolist() == [[4, 5, 6, 7, 50], [1, 2, 60, 50, 0], [3, 50, 0, 0, 0]]
@@ -221,7 +226,7 @@ def test_pairs_longer_than_the_context_are_left_out(seq_len, left):
 
 
 def test_when_all_pairs_are_too_long_that_is_said():
-    with pytest.raises(UserError, match=r"all 2 pairs are longer than model\.max_seq_len = 3"):
+    with pytest.raises(UserError, match=r"all 2 pairs of the train split are longer than model\.max_seq_len = 3"):
         make_pairs((3, 1), (1, 3), seq_len=3)
 
 
