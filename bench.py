@@ -29,7 +29,7 @@ from data.sources import open_source
 from data.stories import check, minimal_pairs, tell
 from data.tokenizer import Tokenizer
 from generation import generate
-from train import Loss, Machine, grade, grade_pairs, korean_tokens, pairs_of, translation_line
+from train import Loss, Machine, grade, grade_pairs, korean_tokens, pairs_of, translation_line, translation_marks
 from translation import compare
 from translation import translate as translate_pairs
 
@@ -37,7 +37,9 @@ from translation import translate as translate_pairs
 def stories(run: Path, checkpoint: str, n_stories: int, n_pairs: int, seed: int) -> None:
     """Prints all that the stories corpus can tell about a run."""
     model, tokenizer, config = load_model(run, checkpoint)
-    if config.data.source != "stories" or config.model.kind != "decoder":
+    if config.model.kind != "decoder":
+        raise UserError(f"{run} is an encoder-decoder: python bench.py translate {run}")
+    if config.data.source != "stories":
         raise UserError(f"{run} was trained on data.source = {config.data.source}; name a run on stories")
     corpus = corpus_of(run, config)
     tell_losses(model, corpus, config.model.max_seq_len)
@@ -124,7 +126,7 @@ def translate(run: Path, checkpoint: str, source: str | None, n: int, beams: int
     """Prints how many of at most `n` pairs a run translates right: of each split, or of another source."""
     model, tokenizer, config = load_model(run, checkpoint)
     if config.model.kind != "encoder_decoder":
-        raise UserError(f"{run} is a decoder; name a run with model.kind = encoder_decoder")
+        raise UserError(f"{run} is a decoder, and only an encoder-decoder translates: name another run")
     source_tokenizer = load_source_tokenizer(run, config)
     for title, pairs in pairs_to_translate(run, config, source, n, tokenizer, source_tokenizer):
         values = grade_pairs(Loss(model), pairs, Machine("cpu", torch.float32, False), rows=64)
@@ -135,11 +137,8 @@ def translate(run: Path, checkpoint: str, source: str | None, n: int, beams: int
             begin = time.perf_counter()
             found[width] = translate_pairs(model, pairs, tokenizer, n, width)
             seconds, texts = time.perf_counter() - begin, [tokenizer.decode(one.ids) for one in found[width]]
-            marks = compare(texts, right)
-            print(
-                f"  {'greedy' if width == 1 else f'{width} beams':10}{marks['exact']:8.2%} exactly right, chrF "
-                f"{marks['chrf']:.2f}, BLEU {marks['bleu']:.2f}, {seconds:.1f} s"
-            )
+            title = "greedy" if width == 1 else f"{width} beams"
+            print(f"  {title:10}{translation_marks(compare(texts, right))}, {seconds:.1f} s")
         if beams > 1:
             # Rounded: the same text may differ in its last digits, from a batch of another shape.
             greedy, best = (

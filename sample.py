@@ -26,6 +26,8 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, argv: Sequence[str]) -> argparse.Namespace:
         options, unknown = self.parse_known_args(argv)
         if unknown:
+            if not unknown[0].startswith("-"):
+                raise UserError(f"{unknown[0]} belongs to no option; a text comes after --prompt")
             near = get_close_matches(unknown[0], self._option_string_actions, n=1)
             raise UserError(f"{unknown[0]} is not an option" + (f"; did you mean {near[0]}?" if near else ""))
         return options
@@ -47,7 +49,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         metavar="TEXT",
         help="what to continue or translate; may be repeated",
     )
-    add("--prompt-file", metavar="FILE", help="a file whose whole text is a prompt; - is standard input")
+    add("--prompt-file", metavar="FILE", help="a file that is a prompt, or a source each line; -: standard input")
     number("--num-samples", int, 1, help="for each prompt (default: 1; without a prompt 3)")
     number("--max-new-tokens", int, 1, 2**31, default=256, help="length limit (default: 256)")
     number("--temperature", float, 0, help="0 is greedy (default: 0.8; for an encoder-decoder 0)")
@@ -76,6 +78,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
             parser.error(f"--num-samples: {options.num_samples} must be at most --beams, {options.beams}")
     if options.attention and options.attention.suffix.lower() not in (".html", ".png"):
         parser.error(f"--attention: {options.attention} must end in .html or .png")
+    if options.attention and not options.attention.parent.is_dir():
+        parser.error(f"--attention: there is no folder {options.attention.parent}")
     if "" in options.stop:
         parser.error("--stop: the text to end before must not be empty")
     return options
@@ -174,15 +178,21 @@ def main(options: argparse.Namespace) -> None:
         else:
             events = stream(model, ids, stop=stop, **shared, **settings)
         trained = math.inf if config.model.position == "learned" else config.model.max_seq_len
+        if translating and max(map(len, ids), default=0) > trained:
+            print(f"note: a source is longer than the {trained} tokens that training had", file=sys.stderr)
         written = []  # by the first sample
         events = record(events, written)
-        events = note_length(events, [1 if translating else len(prompt) or 1 for prompt in ids], trained)
+        starts = [1 if translating else len(prompt) or 1 for prompt in ids]
+        hint = "" if translating else "; does the prompt stop where a text would?"
+        events = note_length(events, starts, trained, hint)
         if options.format == "jsonl":
             print_jsonl(events, prompts, tokenizer, options.stop, scores)
         else:
             print_text(events, [""] * len(prompts) if translating else prompts, tokenizer, options.stop, translating)
         if options.attention:
-            draw_attention(options.attention, maps_to_draw(model, ids[0], written, tokenizer, source_tokenizer), run)
+            maps = maps_to_draw(model, ids[0], written, tokenizer, source_tokenizer)
+            title = f"{prompts[0]} → {tokenizer.decode(written)}" if translating else run.name
+            draw_attention(options.attention, maps, title)
     except ValueError as error:  # a setting, or a prompt, that this model cannot take
         raise UserError(str(error)) from None
     except RuntimeError as error:  # torch has no class of its own for this on a CPU
@@ -191,11 +201,11 @@ def main(options: argparse.Namespace) -> None:
         raise UserError("there is not enough memory; lower --max-new-tokens, --num-samples or --beams") from None
 
 
-def draw_attention(picture: Path, maps: list[AttentionMap], run: Path) -> None:
-    """Draws the maps of a run, and says so."""
+def draw_attention(picture: Path, maps: list[AttentionMap], title: str) -> None:
+    """Draws the maps, and says so."""
     if max(len(texts) for one in maps for texts in (one.queries, one.keys)) == MAPPED:
         print(f"note: {picture} shows no more than {MAPPED} tokens", file=sys.stderr)
-    attention_maps(maps, picture, run.name)
+    attention_maps(maps, picture, title if len(title) <= 200 else f"{title[:200]}…")
     print(f"attention: {picture}", file=sys.stderr)
 
 
@@ -210,7 +220,7 @@ def record(events: Iterator[Event], written: list[int]) -> Iterator[Event]:
 HEADINGS = {  # of the kinds of attention; a row of cross-attention is told by what it led to
     "encoder": "encoder self-attention",
     "self": "self-attention",
-    "cross": "cross-attention, beside what is written next",
+    "cross": "cross-attention (rows: what is written)",
 }
 
 
@@ -273,11 +283,12 @@ def read_prompts(options: argparse.Namespace, kind: str) -> list[str]:
     if options.prompt_file:
         try:
             with open(0 if options.prompt_file == "-" else options.prompt_file, encoding="utf-8-sig") as file:
-                prompts.append(file.read())
+                text = file.read()
+                prompts += [line for line in text.splitlines() if line.strip()] if kind == "encoder_decoder" else [text]
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--prompt-file {options.prompt_file} cannot be read: {error}") from None
     if not prompts and kind == "encoder_decoder":
-        raise UserError("an encoder-decoder needs a source: --prompt TEXT")
+        raise UserError("an encoder-decoder needs a source to translate: --prompt TEXT")
     return [prompt for prompt in prompts or [""] for _ in range(options.num_samples or (1 if prompts else 3))]
 
 
@@ -289,14 +300,14 @@ def hypothesis_events(hypotheses: Sequence[Hypothesis], end_id: int) -> Iterator
             yield row, id, log_probability, reason if place == len(steps) else None
 
 
-def note_length(events: Iterator[Event], lengths: list[int], trained: float) -> Iterator[Event]:
+def note_length(events: Iterator[Event], lengths: list[int], trained: float, hint: str = "") -> Iterator[Event]:
     """The same events; says once when a text of these prompt `lengths` grows past what the model was `trained` on, and
     when nothing was written at all."""
     starts = list(lengths)
     noted = False
     for event in events:
         if event[3] == "end" and lengths[event[0]] == starts[event[0]]:
-            print("note: the model ended the text at once; does the prompt stop where a text would?", file=sys.stderr)
+            print("note: the model ended the text at once" + hint, file=sys.stderr)
         lengths[event[0]] += 1
         if not noted and lengths[event[0]] > trained:
             noted = True

@@ -519,6 +519,12 @@ def evaluate(trainer: Trainer, log: Log) -> dict[str, float]:
     return values
 
 
+def translation_marks(values: dict[str, float]) -> str:
+    """The scores of translations in words, BLEU only where there is one."""
+    marks = f"{values['exact']:.2%} exactly right, chrF {values['chrf']:.1f}"
+    return marks if math.isnan(values["bleu"]) else f"{marks}, BLEU {values['bleu']:.1f}"
+
+
 def translation_line(row: tuple[str, str, str]) -> str:
     """A source, its translation, and the right one if that is another."""
     source, text, right = row
@@ -532,8 +538,7 @@ def evaluation_lines(values: dict[str, float], splits: dict[str, Split], step: i
         loss = values[f"{name}_loss"]
         line = f"{titles[name]} {loss:.4f} nats/token"
         if split.sources is not None:
-            exact, chrf, bleu = (values[f"{name}_{key}"] for key in ("exact", "chrf", "bleu"))
-            line += f", {exact:.1%} exactly right, chrF {chrf:.1f}, BLEU {bleu:.1f}"
+            line += f", {translation_marks({key: values[f'{name}_{key}'] for key in ('exact', 'chrf', 'bleu')})}"
         else:
             bits = values[f"{name}_bits_per_byte"]
             line += f", {bits:.4f} bits/byte"

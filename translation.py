@@ -1,5 +1,6 @@
 """How well an encoder-decoder translates: its translations of pairs, beside the right ones."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,11 +32,12 @@ def translate(model: nn.Module, pairs: Pairs, tokenizer: Tokenizer, n: int, beam
 
 def compare(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     """The share that is exactly right, and the corpus scores chrF (up to 6 characters, beta 2) and BLEU (up to 4 words
-    or marks), from 0 to 100."""
+    or marks), from 0 to 100; BLEU is NaN where no reference has so many words."""
     import sacrebleu
 
+    has_four = sacrebleu.corpus_bleu(references, [references]).totals[-1] > 0
     return {
         "exact": float(np.mean([text == reference for text, reference in zip(texts, references, strict=True)])),
         "chrf": sacrebleu.corpus_chrf(texts, [references]).score,
-        "bleu": sacrebleu.corpus_bleu(texts, [references]).score,
+        "bleu": sacrebleu.corpus_bleu(texts, [references]).score if has_four else math.nan,
     }

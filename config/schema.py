@@ -185,7 +185,7 @@ class DataConfig(Section):
     target_tokenizer: str | None = None
     """Of pairs: another tokenizer for the targets, of the same kinds. Omitted: both sides share one."""
     bpe_vocab_size: Annotated[int, Field(ge=258, le=2**24)] = 2048
-    """Ids of each trained bpe, end of text included (bpe only)."""
+    """Ids of each trained bpe, end of text included; other tokenizers do not mind it."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of the documents, evenly spread, that is kept for validation; of a single text, its end."""
     text_field: str | None = None
@@ -200,11 +200,6 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.bpe_vocab_size != 2048 and "bpe" not in (self.tokenizer, self.target_tokenizer):
-            raise ValueError(
-                f"bpe_vocab_size = {self.bpe_vocab_size} needs tokenizer = bpe (or target_tokenizer = bpe), "
-                f"it is {self.tokenizer}"
-            )
         built_in, fetched = self.source in ("stories", "pydoc"), self.source.startswith(("http://", "https://"))
         text = self.source.lower().endswith((".txt", ".md", ".tsv")) and not self.source.startswith("hub:")
         if self.text_field not in (None, "text") and (built_in or fetched or text):  # "text": found anyway

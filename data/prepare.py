@@ -177,11 +177,13 @@ def _too_few(config: DataConfig, source: Source, tallies: dict[str, "Tally"]) ->
 
 
 def _report(meta: dict, tokenizers: dict[str, Tokenizer], config: DataConfig, seconds: float) -> None:
-    kinds = []
-    for tokenizer in dict.fromkeys(reversed(tokenizers.values())):  # those of pairs: the source's, the target's
-        kinds.append(f"{tokenizer.name}, {tokenizer.vocab_size:,} ids")
+    names = {tokenizers["source"]: "the text yields"}
+    if tokenizers["source"] is not tokenizers["text"]:
+        names = {tokenizers["source"]: "the sources yield", tokenizers["text"]: "the targets yield"}
+    kinds = [f"{tokenizer.name}, {tokenizer.vocab_size:,} ids" for tokenizer in names]
+    for tokenizer, what in names.items():
         if tokenizer.name == "bpe" and tokenizer.vocab_size < config.bpe_vocab_size:
-            _say(f"the text yields only {tokenizer.vocab_size} of {config.bpe_vocab_size} ids (data.bpe_vocab_size)")
+            _say(f"{what} only {tokenizer.vocab_size} of {config.bpe_vocab_size} ids (data.bpe_vocab_size)")
     splits = meta["splits"]
     total = {name: sum(split[name] for split in splits.values()) for name in ("n_tokens", "n_bytes", "n_characters")}
     what, count = ("pairs", "n_documents") if meta["pairs"] else ("tokens", "n_tokens")
@@ -189,8 +191,9 @@ def _report(meta: dict, tokenizers: dict[str, Tokenizer], config: DataConfig, se
         f"{splits['train'][count]:,} {what} to train on and {splits['val'][count]:,} to validate "
         f"({' to '.join(kinds)}) from {total['n_bytes'] / 1e6:.1f} MB in {seconds:.1f} s"
     )
-    n_bytes, n_characters = (total[name] / total["n_tokens"] for name in ("n_bytes", "n_characters"))
-    _say(f"{n_bytes:.2f} bytes and {n_characters:.2f} characters per token")
+    if len(names) == 1:
+        n_bytes, n_characters = (total[name] / total["n_tokens"] for name in ("n_bytes", "n_characters"))
+        _say(f"{n_bytes:.2f} bytes and {n_characters:.2f} characters per token")
 
 
 # The first reading: the tokenizer
@@ -226,7 +229,8 @@ def _survey(
     sample = _evenly(texts, SAMPLE_BYTES) if kind == "bpe" else texts
     if kind == "bpe":
         progress.show(f"learning {config.bpe_vocab_size:,} ids", at_once=n_bytes > SAMPLE_BYTES / 4)
-    tokenizer = train_tokenizer(kind, sample, config.bpe_vocab_size)
+    option = "data.target_tokenizer" if of_sources is False else "data.tokenizer"
+    tokenizer = train_tokenizer(kind, sample, config.bpe_vocab_size, option)
     if source.single:
         deque(texts, maxlen=0)  # counts what the tokenizer had no need of
     return tokenizer, n_characters

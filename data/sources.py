@@ -35,6 +35,7 @@ PAIR_SOURCES = (
     "stories, copy, reverse, sort, numbers, a .tsv (source, tab, target), a .jsonl or .parquet (fields source and "
     "target, or data.source_field and data.target_field), a folder of them, or hub:NAME"
 )
+TRANSLATE = "python train.py config/translate.toml --data.source …"
 ELSEWHERE = "; without a network, fetch the text elsewhere and give its path as data.source"
 MENDING = "save it as UTF-8 with iconv -t UTF-8 -f CP949 (if it is Korean) or -f LATIN1 (Western European)"
 
@@ -228,7 +229,7 @@ def _check_path(path: Path, pairs: bool) -> None:
         return
     if suffix == ".tsv":
         raise UserError(
-            f"data.source = {path} holds pairs, for model.kind = encoder_decoder (python -m data.prepare --pairs); "
+            f"data.source = {path} holds pairs, for an encoder-decoder ({TRANSLATE}); "
             f"a decoder reads {_suffixes_or(pairs)}"
         )
     if pairs:
@@ -291,8 +292,9 @@ def _blocks(path: Path) -> Iterator[str]:
 
 def _not_utf8(path: Path, data: bytes, offset: int) -> UserError:
     if offset == 0 and data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        return UserError(f"{path} is UTF-16; save it as UTF-8: iconv -f UTF-16 -t UTF-8 {path} > utf8.txt")
-    return UserError(f"{path} is not UTF-8: byte 0x{data[0]:02X} at offset {offset:,}; {MENDING} {path} > utf8.txt")
+        return UserError(f"{path} is UTF-16; save it as UTF-8: iconv -f UTF-16 -t UTF-8 {path} > utf8{path.suffix}")
+    where = f"{path} is not UTF-8: byte 0x{data[0]:02X} at offset {offset:,}"
+    return UserError(f"{where}; {MENDING} {path} > utf8{path.suffix}")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -338,7 +340,7 @@ def _find_field(where: str, row: dict, before: str | None = None) -> str:
         return names[0]
     if sorted(names) == sorted(PAIR_FIELDS):
         raise UserError(
-            f"{where} is a pair (source, target), for model.kind = encoder_decoder (python -m data.prepare --pairs); "
+            f"{where} is a pair (source, target), for an encoder-decoder ({TRANSLATE}); "
             f"to read one side alone, say which with data.text_field"
         )
     if names:
@@ -352,7 +354,9 @@ def _text(where: str, row: dict, field: str) -> str:
     value, path = row, [field] if field in row else field.split(".")
     for name in path:
         if not isinstance(value, dict) or name not in value:
-            raise UserError(f"{where} has no field {field}, only {_names(row)}")
+            there = _names(value if isinstance(value, dict) else row)
+            hint = "; say which with data.source_field and data.target_field" if field in PAIR_FIELDS else ""
+            raise UserError(f"{where} has no field {field}, only {there}{hint}")
         value = value[name]
     if not isinstance(value, str | None):
         raise UserError(f"{where} has no text in the field {field} but {reprlib.repr(value)}")

@@ -163,11 +163,12 @@ class StreamDecoder:
         return self._decoder.decode(b"", final=True)
 
 
-def train_tokenizer(kind: str, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(kind: str, texts: Iterable[str], vocab_size: int, option: str = "data.tokenizer") -> Tokenizer:
     """A tokenizer of `kind`: bytes, chars, bpe, or the name of a tiktoken encoding.
 
     Only chars and bpe read `texts`, and only bpe minds `vocab_size` (end of text included): a small text may yield
-    fewer ids. The same texts give the same tokenizer. Raises `UserError` for an unknown or unreachable kind.
+    fewer ids. The same texts give the same tokenizer. Raises `UserError`, naming the `option`, for an unknown or
+    unreachable kind.
     """
     if kind == "bytes":
         return ByteTokenizer()
@@ -175,7 +176,7 @@ def train_tokenizer(kind: str, texts: Iterable[str], vocab_size: int) -> Tokeniz
         return CharTokenizer(_alphabet(texts))
     if kind == "bpe":
         return _train_bpe(texts, vocab_size)
-    return _published(kind)
+    return _published(kind, option)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -209,19 +210,19 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     return BPETokenizer("bpe", ranks, SPLIT_PATTERN, end_id=len(ranks), vocab_size=len(ranks) + 1)
 
 
-def _published(name: str) -> BPETokenizer:
+def _published(name: str, option: str) -> BPETokenizer:
     import tiktoken
 
     names = ["bytes", "chars", "bpe", *tiktoken.list_encoding_names()]
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"data.tokenizer = {name!r} is unknown: {hint}there are {', '.join(names)}")
+        raise UserError(f"{option} = {name!r} is unknown: {hint}there are {', '.join(names)}")
     try:
         encoding = _fetch_encoding(name)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"data.tokenizer = {name} is downloaded once, and that failed ({type(error).__name__}): use it once where "
+            f"{option} = {name} is downloaded once, and that failed ({type(error).__name__}): use it once where "
             f"there is a network with TIKTOKEN_CACHE_DIR set to a folder, bring that folder here and set it here too"
         ) from None
     return BPETokenizer(name, encoding._mergeable_ranks, encoding._pat_str, encoding.eot_token, encoding.n_vocab)

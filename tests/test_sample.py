@@ -383,7 +383,7 @@ def test_a_closed_standard_input_is_refused_as_a_prompt(workplace):
     [
         (["--top-x", "3"], "--top-x is not an option; did you mean --top-"),
         (["--zzz"], "--zzz is not an option$"),
-        (["runs/letters", "extra"], "extra is not an option"),
+        (["runs/letters", "extra"], "extra belongs to no option; a text comes after --prompt"),
         (["--prompt"], "--prompt: expected one argument"),
         (["--temperature", "-1"], "--temperature: -1 must be a number, at least 0"),
         (["--temperature", "nan"], "--temperature: nan must be"),
@@ -427,9 +427,28 @@ def test_f13_a_prompt_longer_than_learned_positions_is_refused_naming_the_limit(
     assert command(tmp_path, "--prompt", "c" * 16)[0] == 0
 
 
+def test_a_file_of_sources_has_one_in_each_line(tmp_path, command):
+    save(tmp_path / "runs" / "pairs", build(kind="encoder_decoder", vocab_size=11), CharTokenizer("abcdefghij"))
+    (tmp_path / "sources.txt").write_text("abc\n\nde\n")
+    one, two = (command(tmp_path, "--prompt", text, "--max-new-tokens", "5")[1] for text in ("abc", "de"))
+    assert command(tmp_path, "--prompt-file", "sources.txt", "--max-new-tokens", "5")[1] == one + two
+
+
+def test_a_source_longer_than_those_of_training_is_noted(tmp_path, command):
+    model = build(kind="encoder_decoder", vocab_size=11, max_seq_len=8)
+    save(tmp_path / "runs" / "pairs", model, CharTokenizer("abcdefghij"))
+    for n, noted in ((7, False), (8, True)):
+        _, _, err = command(tmp_path, "--prompt", "a" * n, "--max-new-tokens", "2")
+        assert ("note: a source is longer than the 8 tokens that training had" in err) == noted
+
+
+def test_a_text_without_its_option_is_told_where_it_belongs(letters, command):
+    assert_refused(command(letters, "runs/letters", "Hello"), "Hello belongs to no option; a text comes after --prompt")
+
+
 def test_an_encoder_decoder_needs_a_source(tmp_path, command):
     save(tmp_path / "runs" / "pairs", build(kind="encoder_decoder", vocab_size=11), CharTokenizer("abcdefghij"))
-    assert_refused(command(tmp_path), "needs a source: --prompt TEXT")
+    assert_refused(command(tmp_path), "needs a source to translate: --prompt TEXT")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -533,7 +552,7 @@ def test_an_encoder_decoder_is_drawn_with_its_source(tmp_path, command):
     new = [id for _, id, _, _ in stream(model, [source], max_new_tokens=5, end_id=10)]
     page, reference = Page(tmp_path / "maps.html"), BruteForce(model)
     reference.logits([10, *new[:-1]], source)
-    found = [(drawn["kind"].partition(",")[0], drawn["layer"]) for drawn in page.data["maps"]]
+    found = [(drawn["kind"].partition(" (")[0], drawn["layer"]) for drawn in page.data["maps"]]
     layers = range(model.config.n_layer)
     assert found == [
         ("encoder self-attention", 0),
@@ -577,7 +596,7 @@ def test_a_long_text_is_drawn_as_far_as_it_is_legible(tmp_path, monkeypatch, cap
         assert_close(one.weights, reference.maps[layer, kind][:, :5, :5])
         assert one.keys == (["<start>", *"hgfe"] if kind == "self" else list("abcde"))
     assert sample.labels([10], tokenizer) == ["<end>"]  # an empty source
-    sample.draw_attention(tmp_path / "maps.html", maps, tmp_path / "run")
+    sample.draw_attention(tmp_path / "maps.html", maps, "a title")
     assert "shows no more than 5 tokens" in capsys.readouterr().err
 
 
@@ -589,6 +608,4 @@ def test_parts_of_a_character_are_named_by_their_bytes(tmp_path, command):
 
 def test_a_picture_that_cannot_be_drawn_is_refused_in_a_sentence(letters, command):
     assert_refused(command(letters, "--attention", "maps.jpg"), r"--attention: maps\.jpg must end in \.html or \.png")
-    code, out, err = command(letters, "--prompt", "a", "--attention", "nowhere/maps.png")
-    assert (code, out) == (2, "abcdefghij\n")  # the text is there by then
-    assert re.search(r"error: nowhere/maps\.png cannot be written: .*\n$", err)
+    assert_refused(command(letters, "--attention", "nowhere/maps.png"), "--attention: there is no folder nowhere")

@@ -160,6 +160,7 @@ def test_scores_of_a_comparison():
     right = ["별이 높이 빛난다 오늘도.", "고양이가 그 별을 본다."]
     assert compare(right, right) == pytest.approx({"exact": 1.0, "chrf": 100.0, "bleu": 100.0})
     assert compare(["", "x"], right) == pytest.approx({"exact": 0.0, "chrf": 0.0, "bleu": 0.0}, abs=0.5)
+    assert math.isnan(compare(["별", "두 별"], ["별", "두 별"])["bleu"])  # no four words in a row
     half = compare([right[0], "x"], right)
     assert half["exact"] == 0.5
     assert 20 < half["chrf"] < 80
@@ -335,7 +336,7 @@ def test_the_bench_counts_what_is_right_greedily_and_with_beams(trained, capsys)
     out, last = capsys.readouterr().out, metrics(Path("runs/tiny"))[-1]
     corpus = prepare(config.data, pairs=True)
     assert f"new pairs: 40 of 40 pairs; {last['val_loss']:.4f} nats per token of all" in out
-    assert f"greedy    {last['val_exact']:8.2%} exactly right, chrF {last['val_chrf']:.2f}, BLEU" in out
+    assert f"greedy    {last['val_exact']:.2%} exactly right, chrF {last['val_chrf']:.1f}" in out
     pairs = train.pairs_of(corpus.val, corpus, 64, "val")
     longest = max(len(pairs.target(i)) + 1 for i in range(40))
     right = higher = 0
@@ -347,7 +348,7 @@ def test_the_bench_counts_what_is_right_greedily_and_with_beams(trained, capsys)
         right += best.ids == pairs.target(i)
         higher += (best.reason == "end", round(best.score, 5)) > (greedy.reason == "end", round(greedy.score, 5))
     assert right > 0
-    assert f"3 beams   {right / 40:8.2%} exactly right" in out
+    assert f"3 beams   {right / 40:.2%} exactly right" in out
     assert f"3 beams score as greedy does or higher: 40 of 40, {higher} higher" in out
     wrong = re.findall(r"^    (.*) → (.*)  \(right: (.*)\)$", out, re.M)
     assert len(wrong) == min(5, 40 - right)
@@ -378,7 +379,10 @@ def test_the_bench_wants_an_encoder_decoder_and_the_pairs_it_was_trained_on(trai
     place.train("decoder.toml")
     with pytest.raises(SystemExit):
         bench.main(["translate", "runs/decoder"])
-    assert "runs/decoder is a decoder" in capsys.readouterr().err
+    assert "runs/decoder is a decoder, and only an encoder-decoder translates" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.main(["stories", "runs/tiny"])
+    assert "runs/tiny is an encoder-decoder: python bench.py translate runs/tiny" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         bench.main(["translate", "runs/tiny", "--beams", "0"])
     assert "--beams must be at least 1, not 0" in capsys.readouterr().err

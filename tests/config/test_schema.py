@@ -135,12 +135,6 @@ def test_an_option_without_effect_is_refused(section, option):
         section(**{option: value}, **beside)
 
 
-def test_the_size_of_a_bpe_that_is_not_trained_is_refused():
-    with pytest.raises(ValidationError, match=r"bpe_vocab_size = 300 needs tokenizer = bpe .*, it is bytes"):
-        DataConfig(bpe_vocab_size=300, tokenizer="bytes")
-    assert DataConfig(bpe_vocab_size=300, tokenizer="bytes", target_tokenizer="bpe").bpe_vocab_size == 300
-
-
 @pytest.mark.parametrize("source", ["stories", "pydoc", "https://example.org/rows", "a.txt", "A.MD", "pairs.tsv"])
 def test_a_text_field_without_rows_is_refused(source):
     with pytest.raises(ValidationError, match=f"text_field = body needs rows with fields .* source is {source}"):

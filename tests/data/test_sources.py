@@ -229,7 +229,9 @@ def test_the_field_that_holds_the_text_is_found_or_chosen(prepare, tmp_path, off
     write_rows(path, number, {"n": 2})
     assert refusal(read, path) == f"{where} 1 has no field that holds text, only n"
     write_rows(path, {"source": "s", "target": "t"})
-    assert "is a pair (source, target), for model.kind = encoder_decoder" in refusal(read, path)
+    assert "is a pair (source, target), for an encoder-decoder (python train.py config/translate.toml" in refusal(
+        read, path
+    )
     assert read(path, text_field="target") == ["t"]
 
 
@@ -429,7 +431,7 @@ def test_what_has_no_pairs_is_refused(prepare, tmp_path):
     assert "holds no .tsv, .jsonl or .parquet file" in message
     (tmp_path / "pairs.tsv").write_text("a\tb\nc\td\n")
     message = refusal(prepare, tmp_path / "pairs.tsv")
-    assert "holds pairs, for model.kind = encoder_decoder" in message
+    assert "holds pairs, for an encoder-decoder (python train.py config/translate.toml" in message
     assert ".txt, .md, .jsonl or .parquet" in message
     assert read(tmp_path, pairs=True) == ["a", "b", "c", "d"]
     for text, tabs in (("a\tb\nc d\n", 0), ("a\tb\nc\td\te", 2)):
@@ -447,6 +449,21 @@ def test_what_has_no_pairs_is_refused(prepare, tmp_path):
 @pytest.mark.parametrize("source", ["copy", "reverse", "sort", "numbers"])
 def test_a_source_of_pairs_is_refused_where_there_are_none(prepare, source):
     assert f"data.source = {source} gives pairs, for model.kind = encoder_decoder" in refusal(prepare, source)
+
+
+@pytest.mark.parametrize(("wrong", "meant"), [("revers", "reverse"), ("stores", "stories")])
+def test_a_mistyped_source_of_pairs_is_told_what_gives_them(prepare, wrong, meant):
+    message = refusal(prepare, wrong, pairs=True)
+    assert f"did you mean {meant}? it can be stories, copy, reverse, sort, numbers, a .tsv" in message
+    assert "pydoc" not in message
+
+
+@pytest.mark.parametrize(("side", "option"), [("tokenizer", "tokenizer"), ("target_tokenizer", "target_tokenizer")])
+def test_an_unknown_tokenizer_is_named_by_its_option(prepare, tmp_path, side, option):
+    (tmp_path / "pairs.tsv").write_text("a\tb\nc\td\n")
+    options = {"tokenizer": "bytes", "target_tokenizer": "chars", side: "cahrs"}
+    message = refusal(prepare, tmp_path / "pairs.tsv", pairs=True, **options)
+    assert message.startswith(f"data.{option} = 'cahrs' is unknown: did you mean chars?")
 
 
 @pytest.mark.parametrize("option", ["target_tokenizer", "source_field", "target_field"])
@@ -469,6 +486,10 @@ def test_fields_of_pairs_may_have_other_names_and_be_inside_others(prepare, tmp_
     for wrong in ("ko.a.c", "ko.a.b.c", "en"):
         message = refusal(prepare, path, pairs=True, source_field=wrong, target_field="en.text")
         assert f"line 1 has no {'text in the ' * (wrong == 'en')}field {wrong}" in message
+    message = refusal(prepare, path, pairs=True, source_field="ko.a.c", target_field="en.text")
+    assert message.endswith("has no field ko.a.c, only b")
+    message = refusal(prepare, path, pairs=True)
+    assert message.endswith("has no field source, only en, ko; say which with data.source_field and data.target_field")
 
 
 @pytest.mark.parametrize(("source_kind", "target_kind"), [("bpe", "chars"), ("chars", "bpe"), ("bytes", "chars")])
