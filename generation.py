@@ -347,7 +347,8 @@ def _starts(model, prompts, end_id: int | None) -> tuple[list[list[int]], Memory
         return prompts, None
     lengths, device = [len(prompt) for prompt in prompts], model.lm_head.weight.device
     source = torch.tensor([p + [0] * (max(lengths) - len(p)) for p in prompts], device=device)
-    return [[end_id] for _ in prompts], model.encode(source, torch.tensor(lengths, device=device))
+    ragged = None if min(lengths) == max(lengths) else torch.tensor(lengths, device=device)
+    return [[end_id] for _ in prompts], model.encode(source, ragged)
 
 
 def _room(model, n_prompt: int) -> float:

@@ -16,16 +16,17 @@ ROWS = 128  # sources translated at a time
 def translate(model: nn.Module, pairs: Pairs, tokenizer: Tokenizer, n: int, beams: int = 1) -> list[Hypothesis]:
     """The best hypothesis for each of the first `n` sources: greedy, or of so many `beams`.
 
-    None is longer, in tokens, than the longest of the `n` targets: what went on would be wrong all the more.
+    None is longer, in tokens, than twice the longest target of those of like length: what never ends is cut off soon.
     """
-    longest, order = int(pairs.lengths[1, :n].max()), pairs.by_length()
+    order = pairs.by_length()
     order = order[order < n]
     found = {}
     for first in range(0, len(order), ROWS):
         rows = order[first : first + ROWS]
         sources = [pairs.source(row) for row in rows]
         ends = {"end_id": tokenizer.end_id, "vocab_size": tokenizer.vocab_size}
-        hypotheses = beam_search(model, sources, beams=beams, max_new_tokens=longest, **ends)
+        limit = 2 * int(pairs.lengths[1, rows].max())
+        hypotheses = beam_search(model, sources, beams=beams, max_new_tokens=limit, **ends)
         found |= {row: best for row, (best, *_) in zip(rows.tolist(), hypotheses, strict=True)}
     return [found[row] for row in sorted(found)]
 

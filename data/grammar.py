@@ -232,8 +232,9 @@ class Grammar:
 
     def is_held_out(self, roles: Sequence[str], cast: dict[str, Word]) -> bool:
         """Whether the words of these roles are a combination kept from training, by their places in their lists: one in
-        ten is, and any two of the words are still met together."""
-        return sum(self._pool(role, cast).index(cast[role]) for role in roles) % 10 == 0
+        ten is, and any two of three words are still met together. Words that read alike have one place."""
+        pools = {role: [word.name for word in self._pool(role, cast)] for role in roles}
+        return sum(pools[role].index(cast[role].name) for role in roles) % 10 == 0
 
     def read(self, readings: Sequence[Reading], line: str) -> list[Reading]:
         """Goes on reading by one English line, in every possible way; none, if no story goes on like that."""

@@ -140,8 +140,9 @@ class PairBatches:
         generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, pool, 1))))
         n = self.pool * self.batch_size
         places = (divmod(place, len(self.pairs)) for place in range(pool * n, (pool + 1) * n))
-        pairs = np.array([self._order(epoch)[index] for epoch, index in places])
-        order = np.lexsort((generator.random(n), *self.pairs.lengths[:, pairs]))
+        epochs, pairs = np.array([(epoch, self._order(epoch)[index]) for epoch, index in places]).T
+        # One epoch after the other, or the two places of a pair would be beside each other.
+        order = np.lexsort((generator.random(n), *self.pairs.lengths[:, pairs], epochs))
         return generator.permutation(pairs[order].reshape(-1, self.batch_size))
 
 

@@ -569,6 +569,18 @@ def test_an_encoder_decoder_is_drawn_with_its_source(tmp_path, command):
         assert drawn["keys"] == texts["self" if short == "self" else "encoder"]
 
 
+def test_tokens_are_labelled_by_the_tokenizer_of_their_side():
+    model = build(kind="encoder_decoder", vocab_size=4, source_vocab_size=257, n_layer=1, n_encoder_layer=1)
+    maps = sample.maps_to_draw(model, [*b"cab", 256], [0, 1, 3], CharTokenizer("가나다"), ByteTokenizer())
+    texts = {one.kind.split()[0]: (one.queries, one.keys) for one in maps}
+    source, target = [*"cab", "<end>"], ["<start>", "가", "나"]
+    assert texts == {
+        "encoder": (source, source),
+        "self-attention": (target, target),
+        "cross-attention": (["가", "나", "<end>"], source),
+    }
+
+
 def test_the_best_of_beams_is_drawn(tmp_path, command):
     model = build(kind="encoder_decoder", vocab_size=11, seed=6)
     save(tmp_path / "runs" / "pairs", model, CharTokenizer("abcdefghij"))

@@ -134,7 +134,7 @@ def test_an_evaluation_is_the_loss_of_every_pair_and_its_greedy_translation(corp
     values = trainer.evaluate()
     assert values["val_loss"] == pytest.approx(expected_loss(trainer), rel=1e-5)
     pairs, tokenizer = trainer.pairs["val"], corpus.tokenizer
-    longest = max(len(pairs.target(i)) + 1 for i in range(len(pairs)))
+    longest = 2 * max(len(pairs.target(i)) + 1 for i in range(len(pairs)))
     texts = []
     for i in range(len(pairs)):  # each alone, without a cache
         (ids,) = generate(trainer.model, [pairs.source(i)], max_new_tokens=longest, end_id=256, use_cache=False)
@@ -148,12 +148,21 @@ def test_an_evaluation_is_the_loss_of_every_pair_and_its_greedy_translation(corp
 def test_the_first_pairs_are_translated_wherever_their_length_puts_them(corpus):
     trainer = rough(make_trainer(corpus, model=WIDE))
     pairs = trainer.pairs["train"]
-    longest = max(len(pairs.target(i)) + 1 for i in range(7))
+    longest = 2 * max(len(pairs.target(i)) + 1 for i in range(7))
     for beams in (1, 3):
         found = translate(trainer.model, pairs, corpus.tokenizer, 7, beams)
         options = {"beams": beams, "max_new_tokens": longest, "end_id": 256, "use_cache": False}
         alone = [beam_search(trainer.model, [pairs.source(i)], **options)[0][0] for i in range(7)]
         assert [one.ids for one in found] == [one.ids for one in alone]
+
+
+def test_a_translation_never_has_ids_that_the_tokenizer_has_not(corpus):
+    trainer = make_trainer(corpus, model={**WIDE, "vocab_size": 300})
+    with torch.no_grad():
+        trainer.model.lm_head.weight[257:] *= 100
+    found = translate(trainer.model, trainer.pairs["val"], corpus.tokenizer, 5)
+    assert all(id < 257 for one in found for id in one.ids)
+    assert any(one.ids for one in found)
 
 
 def test_scores_of_a_comparison():
@@ -197,10 +206,12 @@ def test_pairs_can_be_learnt_and_the_command_translates(place, capsys, monkeypat
     assert said[0] == "별 별"
 
 
-def test_training_and_sampling_begin_with_the_same_tokens(place, monkeypatch):
-    """The first token that a decoder reads, and the last of a source."""
+@pytest.mark.parametrize("target_tokenizer", [None, "chars"])
+def test_training_and_sampling_begin_with_the_same_tokens(place, monkeypatch, target_tokenizer):
+    """The first token that a decoder reads, and the last of a source, each of its own tokenizer."""
     fed = []
-    place.write_preset(model=WIDE, data={"source": "pairs.tsv"}, train={"steps": 1})
+    data = {"source": "pairs.tsv"} | ({"target_tokenizer": target_tokenizer} if target_tokenizer else {})
+    place.write_preset(model=WIDE, data=data, train={"steps": 1})
     for name in ("encode", "run"):
         monkeypatch.setattr(EncoderDecoder, name, recording(fed, name, getattr(EncoderDecoder, name)))
     place.train()
@@ -208,8 +219,10 @@ def test_training_and_sampling_begin_with_the_same_tokens(place, monkeypatch):
     sample.main(sample.parse_options(["runs/tiny", "--prompt", "cat", "--max-new-tokens", "3"]))
     sampling = dict(reversed(fed))  # of each, the first
     assert sampling["encode"].tolist() == [[*b"cat", 256]]
-    assert sampling["run"].tolist() == [[256]]
-    assert training["run"][:, 0].tolist() == [256] * 4
+    start = load_model("runs/tiny")[1].end_id
+    assert (start == 256) == (target_tokenizer is None)
+    assert sampling["run"].tolist() == [[start]]
+    assert training["run"][:, 0].tolist() == [start] * 4
     assert (training["encode"] == 256).sum(1).tolist() == [1] * 4
 
 
@@ -338,7 +351,7 @@ def test_the_bench_counts_what_is_right_greedily_and_with_beams(trained, capsys)
     assert f"new pairs: 40 of 40 pairs; {last['val_loss']:.4f} nats per token of all" in out
     assert f"greedy    {last['val_exact']:.2%} exactly right, chrF {last['val_chrf']:.1f}" in out
     pairs = train.pairs_of(corpus.val, corpus, 64, "val")
-    longest = max(len(pairs.target(i)) + 1 for i in range(40))
+    longest = 2 * max(len(pairs.target(i)) + 1 for i in range(40))
     right = higher = 0
     for i in range(40):
         options = {"max_new_tokens": longest, "end_id": tokenizer.end_id, "vocab_size": tokenizer.vocab_size}

@@ -12,7 +12,19 @@ from itertools import islice, pairwise
 import pytest
 
 from data.grammar import START, Draw, Grammar, Slot, particle
-from data.stories import SEED, check, draws, floor, grammar, judge_particles, main, minimal_pairs, story
+from data.stories import (
+    SEED,
+    check,
+    draws,
+    floor,
+    grammar,
+    judge_particles,
+    main,
+    minimal_pairs,
+    pairs,
+    read_line,
+    story,
+)
 
 PINNED = "7a9f492a888ff35fcf079343b4d4e67cc3f6ee6f3f28bd4a8f9318744943a296"
 # Lists whose words are not nouns.
@@ -702,3 +714,40 @@ def test_a_particle_is_judged_after_the_longest_noun():
 def test_long_lines_are_judged_at_once():
     counts = check(["in return gave had the " * 400], ())
     assert counts["valid sentences"] == (0, 2)
+
+
+# Sentences as pairs
+
+
+@pytest.fixture(scope="module")
+def sentence_pairs():
+    return list(islice(pairs(3, 0.05), 4000))
+
+
+def roles_and_words(line: str) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Every way to read a sentence: its roles, and the English names of their words."""
+    return [
+        (sentence.roles, tuple(cast[role].name for role in sentence.roles))
+        for sentence, cast in read_line(line, "english")
+    ]
+
+
+def test_a_sentence_is_in_one_split_once_and_has_one_translation(sentence_pairs):
+    english = [pair[1] for pair in sentence_pairs]
+    assert len(set(english)) == len(english)
+    assert all("\n" not in text for _, *pair in sentence_pairs for text in pair)
+    counts = Counter(split for split, *_ in sentence_pairs)
+    assert 0.04 < counts["val"] / (counts["val"] + counts["train"]) < 0.06
+    assert counts["val"] - 20 < counts["held_out"] <= counts["val"]
+
+
+def test_held_out_sentences_combine_words_as_no_other_sentence_does(sentence_pairs):
+    """Two words or more; one word, or none, is never kept from training."""
+    combinations = {"train": set(), "val": set(), "held_out": set()}
+    for split, english, _ in sentence_pairs[:2000]:
+        combinations[split].update(roles_and_words(english))
+    sizes = Counter(len(roles) for roles, _ in combinations["held_out"])
+    assert min(sizes) == 2
+    assert {2, 3, 4} <= sizes.keys()
+    assert {0, 1} <= {len(roles) for roles, _ in combinations["train"]}
+    assert not combinations["held_out"] & (combinations["train"] | combinations["val"])
