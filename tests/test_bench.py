@@ -162,7 +162,7 @@ ATTENTION, LOOK = 48 + 24 + 24 + 48, 2 * 6
         ({"activation": "swiglu", "tie_embeddings": False}, 5 * (2 * (ATTENTION + 240) + 88) + 2 * 15 * LOOK),
         ({"activation": "gelu", "window": 2}, 5 * (2 * (ATTENTION + 160) + 88) + 2 * 9 * LOOK),
         (  # an encoder of one layer; each layer of the decoder has two attentions, one causal
-            {**PAIRS, "n_encoder_layer": 1},
+            {**PAIRS, "n_encoder_layer": 1, "activation": "relu"},
             5 * (ATTENTION + 160 + 2 * (2 * ATTENTION + 160) + 88) + (25 + 2 * (15 + 25)) * LOOK,
         ),
     ],
@@ -229,7 +229,8 @@ def test_what_takes_long_is_found_in_its_part_forward_and_backward(part, model, 
 @pytest.mark.parametrize("model", [{"n_kv_head": 1, "qk_norm": True}, PAIRS], ids=["decoder", "encoder-decoder"])
 def test_turns_come_back_in_the_opposite_order_and_change_no_number(model, monkeypatch):
     monkeypatch.setattr(bench, "STEPS", 1)
-    sections = {"model": {**model, "n_layer": 3}}
+    # With swiglu after "post" three gradients meet at one place, and two of them are added before: another rounding.
+    sections = {"model": {**model, "n_layer": 3, "activation": "relu"}}
     one, other, turns = make_trainer(**sections), make_trainer(**sections), []
     forward, backward = bench.Turn.forward, bench.Turn.backward
     monkeypatch.setattr(bench.Turn, "forward", lambda ctx, *rest: (turns.append(rest[1:3]), forward(ctx, *rest))[1])
@@ -253,7 +254,7 @@ TINY = "--model.n-layer 1 --model.d-model 32 --model.n-head 2 --model.d-ff 32 --
     ("words", "batch"),
     [
         ("--model.n-kv-head 1 --train.dtype bfloat16", "4 x 256 tokens, 4 at a time"),
-        ("shakespeare_char --train.micro-batch-size 2", "4 x 256 tokens, 2 at a time"),
+        ("shakespeare_char --train.micro-batch-size 2", "4 x 128 tokens, 2 at a time"),
         ("gpt2_124m --train.micro-batch-size 2 --model.vocab-size 300 --model.max-seq-len 1", "4 x 1 tokens, 2 at a"),
         ("numbers --data.bpe-vocab-size 258", "4 x 32 tokens after sources of 32, 4 at a time"),
         ("translate --data.bpe-vocab-size 258 --model.max-seq-len 7", "4 x 3 tokens after sources of 3, 4 at a time"),
