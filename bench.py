@@ -231,9 +231,9 @@ def training(config: Config) -> None:
     print(f"matrix products    {peak:.4g} TFLOP/s at best, of {size} x {size}")
     print(f"share of them      {speed / peak:.1%}", flush=True)
     found = step_parts(trainer)
-    whole, how = sum(found.values()), "not compiled, " if machine.compile else ""
-    print(f"\nwhere the time goes ({how}{1000 * whole:,.1f} ms a step with clocks in it, ", end="")
-    print(f"{1000 * seconds[STEPS // 2]:,.1f} without)")
+    whole, how = sum(found.values()), (", not compiled", ", compiled") if machine.compile else ("", "")
+    print(f"\nwhere the time goes ({1000 * whole:,.1f} ms a step with clocks in it{how[0]}; ", end="")
+    print(f"{1000 * seconds[STEPS // 2]:,.1f} without{how[1]})")
     for part, what in PARTS.items():
         print(f"  {part:14}{found[part] / whole:7.1%}{1000 * found[part]:12,.1f} ms   {what}".rstrip())
 
