@@ -710,13 +710,20 @@ def newest_checkpoint(run: Path) -> tuple[Path, Tensors, Tensors, dict] | None:
     return None
 
 
-def main(request: Request) -> None:
+@contextlib.contextmanager
+def enough_memory() -> Iterator[None]:
+    """Raises `UserError` when there was not enough."""
     try:
-        run(request)
+        yield
     except (RuntimeError, MemoryError) as error:  # torch has no class of its own for this on a CPU
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise UserError("there is not enough memory; lower train.micro_batch_size, or the sizes in [model]") from None
+
+
+def main(request: Request) -> None:
+    with enough_memory():
+        run(request)
 
 
 def run(request: Request) -> None:

@@ -52,11 +52,11 @@ def test_every_command_of_the_readme_runs(folder):
     commands = python_commands()
     assert len(commands) >= 6
     for command in commands:
-        if "train.py" in command and "--resume" not in command:
+        if ("train.py" in command and "--resume" not in command) or "bench.py train" in command:
             command += f" {FEW} {TINY}"
-        if "sample.py" in command:
+        elif "sample.py" in command:
             command += " --max-new-tokens 4"
-        if "bench.py" in command:
+        elif "bench.py" in command:
             command += " --stories 2 --pairs 2" if "stories" in command.split()[2] else " --pairs 2"
         result = run(command, folder)
         assert result.returncode == 0, (command, result.stderr)
