@@ -214,15 +214,18 @@ class OptimConfig(Section):
     """How weights change."""
 
     NEEDS = {
-        "betas": ("name", {"adamw"}),
+        "betas": ("name", {"adamw", "muon"}),
+        "matrix_learning_rate": ("name", {"muon"}),
         "decay_fraction": ("schedule", {"wsd"}),
         "min_learning_rate": ("schedule", {"cosine", "wsd", "noam"}),
     }
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """adamw, or plain sgd."""
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """adamw; muon for the matrices inside the blocks, with adamw for all else; or plain sgd."""
     learning_rate: PositiveFloat = 3e-3
     """The highest learning rate."""
+    matrix_learning_rate: PositiveFloat = 0.02
+    """muon: the highest learning rate of the matrices inside the blocks."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Where the schedule ends."""
     warmup_steps: NonNegativeInt = 50

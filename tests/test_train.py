@@ -461,11 +461,12 @@ def assert_same_run(run: Path, expected: Path) -> None:
         {"data": {"tokenizer": "bytes"}},
         {"data": {"tokenizer": "bpe", "bpe_vocab_size": 280}},
         {"optim": {"name": "sgd"}},
+        {"optim": {"name": "muon"}, "model": {"dropout": 0.1, "n_layer": 2}},
         {"train": {**RESUMED["train"], "micro_batch_size": None}},
         {"model": {"dropout": 0.1, "tie_embeddings": False, "position": "learned", "bias": True}},
         {"optim": {"schedule": "wsd", "label_smoothing": 0.1}},
     ],
-    ids=["bytes", "bpe", "sgd", "one-piece", "learned", "wsd"],
+    ids=["bytes", "bpe", "sgd", "muon", "one-piece", "learned", "wsd"],
 )
 def test_F50_a_stopped_run_goes_on_bit_for_bit(place, monkeypatch, options):
     stopper = Stopper(monkeypatch)

@@ -163,6 +163,7 @@ BASES = [
     Config(data={"source": "hub:a/b"}),
     Config(log={"wandb": "offline"}),
     Config(optim={"schedule": "wsd"}),
+    Config(optim={"name": "muon"}),
 ]
 CANDIDATES = {int: [1, 2, 768, 2000], float: [1e-7, 0.25, 2.5], bool: [True, False], str: ['별 "x"\\\n\t\x7f é']}
 

@@ -123,6 +123,7 @@ IDLE = {  # a value that differs from the default, beside one that leaves it wit
     "source_vocab_size": (300, {}),
     "betas": ((0.5, 0.5), {"name": "sgd"}),
     "decay_fraction": (0.5, {}),
+    "matrix_learning_rate": (0.5, {}),
     "min_learning_rate": (1e-4, {"schedule": "constant"}),
     "wandb_project": ("mine", {}),
 }
