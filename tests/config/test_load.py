@@ -338,7 +338,7 @@ def test_f59_a_missing_preset_is_answered_with_one_nearby(preset, tmp_path, monk
         ("[data]\nsource = 2024-01-01", "data.source = 2024-01-01 must be text"),
         ("[optim]\nlearning_rate = '1'", 'optim.learning_rate = "1" must be a number'),
         ("[optim]\nlearning_rate = inf", "optim.learning_rate = inf must be a finite number"),
-        ("[optim]\nname = 'adam'", "optim.name = \"adam\" must be 'adamw' or"),
+        ("[optim]\nname = 'adam'", "optim.name = \"adam\" must be 'adamw', 'muon' or"),
         ("[optim]\nbetas = [0.9]", "optim.betas = [0.9] must be a pair of numbers"),
         ("[optim]\nbetas = [0.9, 0.9, 0.9]", "optim.betas = [0.9, 0.9, 0.9] must be a pair of numbers"),
         ("[optim]\nbetas = 0.9", "optim.betas = 0.9 must be a pair of numbers"),
