@@ -115,7 +115,7 @@ import torch
 
 from checkpoint import find_run, load_model, load_source_tokenizer
 from data.tokenizer import StreamDecoder, Tokenizer
-from generation import Event, Hypothesis, beam_search, generate, stream  # noqa: F401 (generate: for who looks here)
+from generation import Event, Hypothesis, beam_search, generate, stream  # noqa: F401 (generate is for importers)
 from model import Decoder, EncoderDecoder, attention_of
 from plots import AttentionMap, attention_maps
 
