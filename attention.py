@@ -142,12 +142,12 @@ def matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float |
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
     """The same for a sliding window, of which it computes the band alone: time and memory grow with T·W, not with T·S.
 
-    Queries are cut into N blocks of w = W/2, rounded up; each looks at the keys of its own block and of the two before
-    it, which hold its window whatever its place in the block. Where the mask is not a band, `best_attention`.
+    Queries are cut into N blocks of w = W // 2; each looks at the keys of its own block and of the two before it, which
+    hold its window whatever its place in the block. Where the mask is not a band, `best_attention`.
     """
     if not mask.is_band:
         return best_attention(q, k, v, mask, scale)
-    n_query, n_group, size = q.shape[2], k.shape[1], -(-mask.window // 2)
+    n_query, n_group, size = q.shape[2], k.shape[1], max(1, mask.window // 2)
     n_block = -(-n_query // size)
     missing = n_block * size - n_query  # the last block is filled up with zeros, after every real query
 

@@ -316,7 +316,8 @@ def test_each_row_of_a_band_sees_its_window_and_nothing_else(only_blocks, n, win
     output = KERNELS["blocked"](q, k, v, Mask(n, n, window=window))
     for t in range(n):
         first = max(0, t - window + 1)
-        for x, gradient in zip("kv", torch.autograd.grad(output[:, :, t].sum(), (k, v), retain_graph=True), strict=True):
+        gradients = torch.autograd.grad(output[:, :, t].sum(), (k, v), retain_graph=True)
+        for x, gradient in zip("kv", gradients, strict=True):
             assert (gradient[:, :, :first] == 0).all()
             assert (gradient[:, :, t + 1 :] == 0).all()
             if x == "v" or first < t:  # a key alone has a weight of one, whatever it is
