@@ -507,6 +507,15 @@ def test_bfloat16_differs_by_its_rounding_only(kernel, window):
     assert distance(in_bfloat16(KERNELS[kernel], q, k, v, Mask(48, 48, window=7 if window else 24))) > 0.02
 
 
+def chosen_by_auto(monkeypatch, q, k, mask) -> str:
+    asked = []
+    for name in ("matmul_attention", "fused_attention", "windowed_attention"):
+        monkeypatch.setattr(attention, name, lambda q, *_, name=name: asked.append(name))
+    KERNELS["auto"](q, k, k, mask)
+    (name,) = asked
+    return name
+
+
 @pytest.mark.parametrize(
     ("dtype", "n_key", "training", "chosen"),
     [
@@ -519,12 +528,29 @@ def test_bfloat16_differs_by_its_rounding_only(kernel, window):
 def test_auto_is_matmul_only_to_train_in_bfloat16_on_a_cpu_while_weights_are_few(
     monkeypatch, dtype, n_key, training, chosen
 ):
-    asked = []
-    for name in ("matmul_attention", "fused_attention"):
-        monkeypatch.setattr(attention, name, lambda q, *_, name=name: asked.append(name))
     q, k = torch.zeros(1, 1, 1, 2, dtype=dtype, requires_grad=training), torch.zeros(1, 1, n_key, 2, dtype=dtype)
-    KERNELS["auto"](q, k, k, Mask(1, n_key, causal=False))
-    assert asked == [chosen]
+    assert chosen_by_auto(monkeypatch, q, k, Mask(1, n_key, causal=False)) == chosen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("n", "window", "device", "blocked"),
+    [
+        (256, 64, "cpu", True),
+        (255, 64, "cpu", False),
+        (600, 200, "cpu", True),
+        (600, 201, "cpu", False),
+        (600, None, "cpu", False),
+        (600, 64, "meta", False),
+    ],
+)
+def test_auto_is_blocked_on_a_cpu_where_a_window_is_short_beside_a_long_text(
+    monkeypatch, dtype, n, window, device, blocked
+):
+    q = torch.zeros(1, 1, n, 2, dtype=dtype, device=device)
+    assert (chosen_by_auto(monkeypatch, q, q, Mask(n, n, window=window)) == "windowed_attention") == blocked
+    cached = Mask(n, n, window=window, query_pos=torch.arange(n))
+    assert chosen_by_auto(monkeypatch, q, q, cached) == "fused_attention"
 
 
 def test_f02_float16_matmul_survives_a_negative_score_where_nothing_is_seen():
