@@ -537,9 +537,10 @@ def test_auto_is_matmul_only_to_train_in_bfloat16_on_a_cpu_while_weights_are_few
     ("n", "window", "device", "blocked"),
     [
         (256, 64, "cpu", True),
-        (255, 64, "cpu", False),
-        (600, 200, "cpu", True),
-        (600, 201, "cpu", False),
+        (256, 65, "cpu", False),
+        (255, 16, "cpu", False),
+        (1024, 384, "cpu", True),
+        (1024, 385, "cpu", False),
         (600, None, "cpu", False),
         (600, 64, "meta", False),
     ],
