@@ -52,6 +52,11 @@ class Mask:
         return self.query_pos is None and self.key_pos is None and self.n_query == self.n_key
 
     @property
+    def is_band(self) -> bool:
+        """Query i sees exactly keys i - W + 1 to i, and the last query not all of them: a band along the diagonal."""
+        return self.causal and self.is_aligned and self.window is not None and self.window < self.n_key
+
+    @property
     def visible(self) -> Tensor:
         """True where the query may see the key; (T, S), or (B, 1, T, S) when positions differ per row."""
         if "rendered" not in self.__dict__:  # what cached_property does, less a lock that torch.compile cannot trace
@@ -134,8 +139,43 @@ def matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float |
         return (weights @ values).view(q.shape)
 
 
+def windowed_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
+    """The same for a sliding window, of which it computes the band alone: time and memory grow with T·W, not with T·S.
+
+    Queries are cut into N blocks of w = W // 2; each looks at the keys of its own block and of the two before it, which
+    hold its window whatever its place in the block. Where the mask is not a band, `best_attention`.
+    """
+    if not mask.is_band:
+        return best_attention(q, k, v, mask, scale)
+    n_query, n_group, size = q.shape[2], k.shape[1], max(1, mask.window // 2)
+    n_block = -(-n_query // size)
+    missing = n_block * size - n_query  # the last block is filled up with zeros, after every real query
+
+    def beside(x: Tensor) -> Tensor:  # (B, G, T, D) -> (B, G, N, 3w, D)
+        x = F.pad(x, (0, 0, 2 * size, missing)).unflatten(2, (n_block + 2, size))
+        return torch.cat([x[:, :, i : i + n_block] for i in range(3)], dim=3)
+
+    start = torch.arange(0, n_block * size, size, device=q.device).unsqueeze(1)
+    query_pos, key_pos = (start + torch.arange(first, size, device=q.device) for first in (0, -2 * size))
+    hidden = ~Mask(size, 3 * size, True, mask.window, query_pos, key_pos).visible  # (N, 1, w, 3w)
+    with torch.autocast(q.device.type, enabled=False):
+        bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+        bias = bias.masked_fill(hidden, torch.finfo(q.dtype).min / 2)  # as in matmul_attention
+        queries = F.pad(q * _scale(q, scale), (0, 0, 0, missing)).unflatten(2, (n_block, size))  # (B, H, N, w, D)
+        queries = queries.unflatten(1, (n_group, -1)).transpose(2, 3).flatten(3, 4)  # (B, G, N, H/G·w, D)
+        scores = (queries @ beside(k).transpose(-2, -1)).unflatten(3, (-1, size))  # (B, G, N, H/G, w, 3w)
+        weights = (scores + bias).softmax(dim=-1).flatten(3, 4)
+        heads = (weights @ beside(v)).unflatten(3, (-1, size)).transpose(2, 3)  # (B, G, H/G, N, w, D)
+        return heads.flatten(1, 2).flatten(2, 3)[:, :, :n_query]
+
+
 def best_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
-    """The kernel that is fastest here: matmul to train on a CPU in bfloat16, while its weights are few; else fused."""
+    """The kernel that is fastest here. On a CPU: blocked where 256 keys or more are four windows, or two and 256 more;
+    matmul to train in bfloat16 while its weights are few. Else, and on other devices: fused."""
+    if q.device.type == "cpu" and mask.is_band:
+        twice = 2 * mask.window
+        if mask.n_key >= max(256, twice + min(twice, 256)):
+            return windowed_attention(q, k, v, mask, scale)
     training = q.requires_grad and q.dtype == torch.bfloat16 and q.device.type == "cpu" and k.shape[2] <= 512
     return (matmul_attention if training else fused_attention)(q, k, v, mask, scale)
 
@@ -145,6 +185,7 @@ KERNELS = {
     "reference": scaled_dot_product_attention,
     "fused": fused_attention,
     "matmul": matmul_attention,
+    "blocked": windowed_attention,
 }
 
 

@@ -134,8 +134,9 @@ class ModelConfig(Section):
     """The head is the embedding, transposed."""
     dropout: Share = 0.0
     """Share of the embeddings and of each sublayer's output that is zeroed in training."""
-    kernel: Literal["auto", "reference", "fused", "matmul"] = "auto"
-    """How attention is computed: reference (the equation), fused (torch's), matmul, auto (whichever is faster here)."""
+    kernel: Literal["auto", "reference", "fused", "matmul", "blocked"] = "auto"
+    """How attention is computed: reference (the equation), fused (torch's), matmul, blocked (a sliding window in time
+    that grows with length times window; all else as auto), auto (whichever is faster here)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
 from attention import (
@@ -163,6 +164,9 @@ MASKS = {
     "causal": lambda: Mask(7, 7),
     "full": lambda: Mask(7, 7, causal=False),
     "window": lambda: Mask(7, 7, window=W),
+    "widest window": lambda: Mask(7, 7, window=6),
+    "window of all": lambda: Mask(7, 7, window=7),
+    "window of more": lambda: Mask(7, 7, window=8),
     "padding": lambda: Mask(7, 7, causal=False, key_pos=torch.tensor([[0, 1, 2, 3, -1, -1, -1], [0] + [-1] * 6])),
     "causal padding": lambda: Mask(7, 7, key_pos=torch.tensor([[0, 1, 2, 3, -1, -1, -1], [0, 1, 2, 3, 4, 5, 6]])),
     "window padding": lambda: Mask(7, 7, window=W, key_pos=torch.tensor([[0, 1, 2, 3, -1, -1, -1], [-1] * 7])),
@@ -266,6 +270,90 @@ def test_hidden_keys_have_no_gradient_at_all(kernel):
         assert (gradient[:, :, :2] == 0).all()
         assert (gradient[:, :, 5:] == 0).all()
         assert (gradient[:, :, 2:5] != 0).all()
+
+
+# --- the band of a window, block by block ---------------------------------------------------------------------------
+
+BANDS = [(2, 1), (9, 1), (40, 2), (41, 3), (40, 8), (43, 8), (45, 9), (150, 64), (100, 99)]  # length, window
+
+
+@pytest.fixture
+def only_blocks(monkeypatch):
+    """Whatever falls back to the other kernels fails."""
+    for name in ("matmul_attention", "fused_attention"):
+        monkeypatch.setattr(attention, name, None)
+
+
+def compared(n, window, n_head=4, n_kv_head=2, head_dim=8, scale=None, off_by=0):
+    """Output and gradients of the blocked kernel, each beside the definition's with a window wider by `off_by`."""
+    tensors = qkv(n, n, n_head, n_kv_head, head_dim)
+    actual = with_gradients(KERNELS["blocked"], *tensors, Mask(n, n, window=window), scale)
+    expected = with_gradients(scaled_dot_product_attention, *tensors, Mask(n, n, window=window + off_by), scale)
+    return zip(actual, expected, strict=True)
+
+
+@pytest.mark.parametrize(("n", "window"), BANDS)
+@pytest.mark.parametrize(("head_dim", "scale"), [(8, None), (64, None), (8, 0.9)])
+@pytest.mark.parametrize(("n_head", "n_kv_head"), HEADS)
+def test_blocks_of_every_length_and_window_are_the_definition(
+    only_blocks, n, window, n_head, n_kv_head, head_dim, scale
+):
+    for a, b in compared(n, window, n_head, n_kv_head, head_dim, scale):
+        assert_close(a, b, 1e-5)
+
+
+@pytest.mark.parametrize("off_by", [-1, 1])
+@pytest.mark.parametrize(("n", "window"), [(n, window) for n, window in BANDS if window > 1])
+def test_the_comparison_of_blocks_notices_a_window_one_wider_or_narrower(n, window, off_by):
+    for a, b in compared(n, window, off_by=off_by):
+        assert_far(a, b)
+
+
+@pytest.mark.parametrize(("n", "window"), [(9, 1), (25, 2), (24, 7), (25, 8), (27, 26)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_row_of_a_band_sees_its_window_and_nothing_else(only_blocks, n, window, dtype):
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in qkv(n, n, batch=1))
+    output = KERNELS["blocked"](q, k, v, Mask(n, n, window=window))
+    for t in range(n):
+        first = max(0, t - window + 1)
+        gradients = torch.autograd.grad(output[:, :, t].sum(), (k, v), retain_graph=True)
+        for x, gradient in zip("kv", gradients, strict=True):
+            assert (gradient[:, :, :first] == 0).all()
+            assert (gradient[:, :, t + 1 :] == 0).all()
+            if x == "v" or first < t:  # a key alone has a weight of one, whatever it is
+                assert (gradient[:, :, first : t + 1] != 0).any(-1).all()
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many elements the largest tensor had that any operation returned, forward or backward."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            self.elements = max(self.elements, tensor.numel() if isinstance(tensor, torch.Tensor) else 0)
+        return result
+
+
+def largest(kernel, n):
+    with Largest() as seen:
+        with_gradients(KERNELS[kernel], *qkv(n, n), Mask(n, n, window=16))
+    return seen.elements
+
+
+def test_memory_grows_with_length_times_window():
+    rows = 2 * 4  # of the batch, of heads
+    assert [largest("blocked", n) for n in (256, 512)] == [rows * n * 24 for n in (256, 512)]
+    assert [largest("matmul", n) for n in (256, 512)] == [rows * n * n for n in (256, 512)]
+
+
+@pytest.mark.parametrize("name", [name for name in MASKS if name not in ("window", "widest window")])
+def test_what_is_no_band_is_left_to_the_kernel_that_is_best_there(monkeypatch, name):
+    monkeypatch.setattr(attention, "best_attention", lambda *arguments: arguments)
+    mask = MASKS[name]()
+    arguments = (*qkv(mask.n_query), mask, 0.9)
+    assert KERNELS["blocked"](*arguments) == arguments
 
 
 # --- sinusoidal positions -------------------------------------------------------------------------------------------
@@ -419,6 +507,15 @@ def test_bfloat16_differs_by_its_rounding_only(kernel, window):
     assert distance(in_bfloat16(KERNELS[kernel], q, k, v, Mask(48, 48, window=7 if window else 24))) > 0.02
 
 
+def chosen_by_auto(monkeypatch, q, k, mask) -> str:
+    asked = []
+    for name in ("matmul_attention", "fused_attention", "windowed_attention"):
+        monkeypatch.setattr(attention, name, lambda q, *_, name=name: asked.append(name))
+    KERNELS["auto"](q, k, k, mask)
+    (name,) = asked
+    return name
+
+
 @pytest.mark.parametrize(
     ("dtype", "n_key", "training", "chosen"),
     [
@@ -431,12 +528,30 @@ def test_bfloat16_differs_by_its_rounding_only(kernel, window):
 def test_auto_is_matmul_only_to_train_in_bfloat16_on_a_cpu_while_weights_are_few(
     monkeypatch, dtype, n_key, training, chosen
 ):
-    asked = []
-    for name in ("matmul_attention", "fused_attention"):
-        monkeypatch.setattr(attention, name, lambda q, *_, name=name: asked.append(name))
     q, k = torch.zeros(1, 1, 1, 2, dtype=dtype, requires_grad=training), torch.zeros(1, 1, n_key, 2, dtype=dtype)
-    KERNELS["auto"](q, k, k, Mask(1, n_key, causal=False))
-    assert asked == [chosen]
+    assert chosen_by_auto(monkeypatch, q, k, Mask(1, n_key, causal=False)) == chosen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("n", "window", "device", "blocked"),
+    [
+        (256, 64, "cpu", True),
+        (256, 65, "cpu", False),
+        (255, 16, "cpu", False),
+        (1024, 384, "cpu", True),
+        (1024, 385, "cpu", False),
+        (600, None, "cpu", False),
+        (600, 64, "meta", False),
+    ],
+)
+def test_auto_is_blocked_on_a_cpu_where_a_window_is_short_beside_a_long_text(
+    monkeypatch, dtype, n, window, device, blocked
+):
+    q = torch.zeros(1, 1, n, 2, dtype=dtype, device=device)
+    assert (chosen_by_auto(monkeypatch, q, q, Mask(n, n, window=window)) == "windowed_attention") == blocked
+    cached = Mask(n, n, window=window, query_pos=torch.arange(n))
+    assert chosen_by_auto(monkeypatch, q, q, cached) == "fused_attention"
 
 
 def test_f02_float16_matmul_survives_a_negative_score_where_nothing_is_seen():
