@@ -246,7 +246,7 @@ def row_length(config: Config) -> int:
 def random_corpus(config: Config) -> Corpus:
     """Random documents, or pairs, for a batch. Raises `ConfigError` where their vocabulary cannot be known."""
     data, pairs, generator = config.data, config.model.kind == "encoder_decoder", np.random.default_rng(0)
-    sizes = {"bytes": 257, "chars": 65, "bpe": data.bpe_vocab_size}  # chars: about those of an English text
+    sizes = {"bytes": 257, "chars": 66, "bpe": data.bpe_vocab_size}  # chars: as many as tiny Shakespeare has
 
     def tokenizer(name: str, option: str) -> SimpleNamespace:
         size = getattr(config.model, option) or sizes.get(name)

@@ -111,6 +111,8 @@ def _number(kind: type, low: float, high: float = math.inf, above: bool = False)
 if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds to load
     OPTIONS = command(parse_options)(sys.argv[1:])
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in train.py: read when torch is imported
+
 import torch
 
 from checkpoint import find_run, load_model, load_source_tokenizer

@@ -154,18 +154,44 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, (1 << 31) - 1)
 
 
+WORTH_COMPILING = 100e12  # operations of a whole run on a CPU: some minutes, of which compiling costs half a one
+
+
 def choose_compile(config: Config, device: str, asked: str) -> tuple[bool, str]:
-    if config.train.compile == "off":
+    train = config.train
+    if train.compile == "off":
         return False, f"not compiled, {asked}"
-    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl"))):
-        if config.train.compile == "on":
-            raise ConfigError("train.compile = on needs a C++ compiler, and none is installed: g++ or clang++")
-        return False, "not compiled: there is no C++ compiler"
-    if config.train.compile == "on":
-        return True, f"compiled, {asked}"
-    if device == "cuda":
-        return True, "compiled"
-    return False, "not compiled: not worth its half minute on this device (--train.compile on)"
+    installed = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl")))
+    if train.compile == "auto" and device != "cuda" and installed:
+        if device != "cpu":
+            return False, "not compiled: not worth its half minute on this device (--train.compile on)"
+        if config.model.kind != "decoder":
+            return False, "not compiled: pairs are of many lengths, and each would take its time (--train.compile on)"
+        if run_operations(config) < WORTH_COMPILING or 0 < train.max_minutes < 5:
+            return False, "not compiled: not worth its half minute in a run so short (--train.compile on)"
+    if installed and (device == "cuda" or compiler_works()):
+        how = {"on": f", {asked}", "auto": "" if device == "cuda" else ", which takes the first half minute"}
+        return True, f"compiled{how[train.compile]}"
+    problem = "the C++ compiler does not work" if installed else "there is no C++ compiler"
+    if train.compile == "on" and asked == "as asked":
+        raise ConfigError(f"train.compile = on needs a C++ compiler, g++ or clang++: {problem}")
+    return False, f"not compiled: {problem}" + ("; sums may round differently" if train.compile == "on" else "")
+
+
+def run_operations(config: Config) -> float:
+    """About how many a whole run takes: six for each parameter and token."""
+    with torch.device("meta"):
+        model = build_model(config.model.resolve(config.model.vocab_size or 1))
+    tokens = config.train.steps * config.train.batch_size * config.model.max_seq_len
+    return 6.0 * sum(parameter.numel() for parameter in model.parameters()) * tokens
+
+
+def compiler_works() -> bool:
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(1))
+    except Exception:  # of many kinds: no header files, no OpenMP, nowhere to write
+        return False
+    return True
 
 
 TRANSLATED = 1000  # pairs of a split that are translated at each evaluation

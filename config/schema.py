@@ -280,7 +280,8 @@ class TrainConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the matrix products (autocast); weights, optimizer and loss stay float32. auto: bfloat16 where it is fast."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile, which needs a C++ compiler. auto: on a CUDA GPU; elsewhere it rarely earns its time back."""
+    """torch.compile, which needs a C++ compiler. auto: on a CUDA GPU, and where a decoder trains for
+    minutes on a CPU."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -254,7 +254,7 @@ TINY = "--model.n-layer 1 --model.d-model 32 --model.n-head 2 --model.d-ff 32 --
     ("words", "batch"),
     [
         ("--model.n-kv-head 1 --train.dtype bfloat16", "4 x 256 tokens, 4 at a time"),
-        ("shakespeare_char --train.micro-batch-size 2", "4 x 128 tokens, 2 at a time"),
+        ("shakespeare_char --train.micro-batch-size 2", "4 x 1024 tokens, 2 at a time"),
         ("gpt2_124m --train.micro-batch-size 2 --model.vocab-size 300 --model.max-seq-len 1", "4 x 1 tokens, 2 at a"),
         ("numbers --data.bpe-vocab-size 258", "4 x 32 tokens after sources of 32, 4 at a time"),
         ("translate --data.bpe-vocab-size 258 --model.max-seq-len 7", "4 x 3 tokens after sources of 3, 4 at a time"),

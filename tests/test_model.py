@@ -10,7 +10,7 @@ from torch import nn
 
 from attention import KERNELS
 from config.schema import ModelConfig, RopeScaling
-from model import KVCache, build_model
+from model import Dropout, KVCache, RMSNormByHand, build_model
 from tests.helpers import (
     FAST_KERNELS,
     POSITIONS,
@@ -483,7 +483,8 @@ def test_initial_weights_have_the_documented_spread(position, tie, norm_position
             std = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
             if norm_position == "post" and "_proj" in name:
                 std = math.sqrt(2 / sum(parameter.shape))
-            std = 64**-0.5 if "embed" in name and position == "sinusoidal" else std
+            if "embed" in name and (position == "sinusoidal" or not tie):
+                std = 64**-0.5 if position == "sinusoidal" else 0.2
             assert parameter.std().item() == pytest.approx(std, rel=0.05), name
             assert abs(parameter.mean().item()) < 0.05 * std, name
 
@@ -519,6 +520,43 @@ def test_dropout_zeroes_its_share_and_nothing_inside_attention():
     assert_close(weights[0].sum(-1), torch.ones(64, 4, 20))
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_keeps_each_number_with_the_same_chance_independently_and_scaled_up(share, dtype):
+    torch.manual_seed(0)
+    dropout, x = Dropout(share), torch.ones(1000, 4, 53, dtype=dtype, requires_grad=True)  # no multiple of its draws
+    dropped = dropout(x)
+    kept = (dropped != 0).double()
+    assert dropped.dtype == dtype
+    assert set(dropped.flatten().tolist()) == {0.0, torch.tensor(1 / (1 - share)).to(dtype).item()}
+    deviation = math.sqrt(share * (1 - share) / x.numel())
+    assert kept.mean().item() == pytest.approx(1 - share, abs=4 * deviation)
+    for apart in (1, 2, 3, 4, 53, 212):  # numbers of one draw, of neighbours, of the rows below
+        left = kept.flatten() - kept.mean()
+        correlation = (left[:-apart] * left[apart:]).mean() / (share * (1 - share))
+        assert abs(correlation.item()) < 5 / math.sqrt(x.numel())
+    dropped.sum().backward()
+    assert torch.equal(x.grad, dropped)
+    torch.manual_seed(0)
+    assert torch.equal(Dropout(share)(x), dropped)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1e-7, 1.0), (0.9999999, 0.0)])
+def test_dropout_of_nearly_nothing_or_nearly_all(share, expected):
+    torch.manual_seed(0)
+    assert_close(Dropout(share)(torch.ones(100)), torch.full((100,), expected))
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (2, 3, 5, 4), (1, 1)], ids=str)
+def test_the_derivative_of_rms_norm_is_that_of_its_definition(shape):
+    torch.manual_seed(0)
+    x, gain = torch.randn(shape, dtype=torch.float64), torch.randn(shape[-1], dtype=torch.float64)
+    x, gain = x.requires_grad_(), gain.requires_grad_()
+    torch.autograd.gradcheck(lambda x, gain: RMSNormByHand.apply(x, gain, 1e-2), (x, gain))
+    by_definition = x / (x.square().mean(-1, keepdim=True) + 1e-2).sqrt() * gain
+    assert_close(RMSNormByHand.apply(x, gain, 1e-2), by_definition)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("options", [{}, {"window": WINDOW, "n_kv_head": 2}, ENCODER_DECODER], ids=str)
 def test_a_model_is_one_graph(options, kernel):
@@ -527,6 +565,25 @@ def test_a_model_is_one_graph(options, kernel):
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert_close(compiled(*args), model(*args))
+
+
+def test_a_model_with_dropout_is_one_graph():
+    model, tokens = build(dropout=0.5).train(), random_tokens(2, 12)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.manual_seed(0)
+    dropped = compiled(tokens)
+    torch.manual_seed(0)
+    assert torch.equal(compiled(tokens), dropped)
+    assert_far(compiled(tokens), dropped)
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": "layernorm"}], ids=str)
+def test_a_model_runs_on_the_meta_device_and_in_float64_under_autocast(options):
+    model, tokens = build(**options), random_tokens(2, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.double()(tokens).dtype == torch.float64
+    assert model.to("meta")(tokens.to("meta")).shape == (2, 12, model.config.vocab_size)
 
 
 @pytest.mark.slow

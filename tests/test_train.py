@@ -861,13 +861,16 @@ def test_a_run_that_ends_before_its_max_minutes_is_the_run_without_a_limit(place
 # The machine
 
 
-def machine(monkeypatch, cuda=False, mps=False, gpu_bf16=True, amx=False, avx512_bf16=False, compiler=True, **options):
+def machine(
+    monkeypatch, cuda=False, mps=False, gpu_bf16=True, amx=False, avx512_bf16=False, compiler="works", **options
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: gpu_bf16)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     monkeypatch.setattr(train.shutil, "which", lambda name, *arguments: f"/usr/bin/{name}" if compiler else None)
+    monkeypatch.setattr(train, "compiler_works", lambda: compiler == "works")
     auto = {"device": "auto", "dtype": "auto", "compile": "auto"}
     return train.choose_machine(settings(train={**auto, **options}))
 
@@ -903,16 +906,54 @@ def test_auto_is_what_the_machine_has_and_is_said_in_a_line(monkeypatch, capsys,
 
 def test_without_a_compiler_auto_compiles_nothing_and_says_so_and_on_is_refused(monkeypatch, capsys):
     for cuda in (False, True):
-        assert machine(monkeypatch, cuda=cuda, compiler=False).compile is False
+        assert machine(monkeypatch, cuda=cuda, compiler=None).compile is False
         assert "no C++ compiler" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"train.compile = on needs a C\+\+ compiler"):
-        machine(monkeypatch, compile="on", compiler=False)
+        machine(monkeypatch, compile="on", compiler=None)
 
 
 def test_compile_is_on_and_off_as_asked(monkeypatch):
     assert machine(monkeypatch, compile="on").compile is True
     assert machine(monkeypatch, compile="off").compile is False
     assert machine(monkeypatch, cuda=True).compile is True
+
+
+LONG = {"steps": 10**9}  # some minutes, whatever the processor
+
+
+def test_on_a_cpu_auto_compiles_what_runs_for_minutes_with_a_compiler_that_works(monkeypatch, capsys):
+    assert machine(monkeypatch, **LONG).compile is True
+    for short in ({}, {**LONG, "max_minutes": 1.0}):
+        assert machine(monkeypatch, **short).compile is False
+        assert "so short" in capsys.readouterr().out
+    assert machine(monkeypatch, compiler="broken", **LONG).compile is False
+    assert "the C++ compiler does not work" in capsys.readouterr().out
+
+
+def test_a_run_takes_six_operations_for_each_parameter_and_token(corpus):
+    config = settings(model={"vocab_size": 300}, train={"steps": 7, "batch_size": 3})
+    n_parameters = sum(parameter.numel() for parameter in train.build_model(config.model).parameters())
+    assert train.run_operations(config) == 6 * n_parameters * 7 * 3 * config.model.max_seq_len
+
+
+@pytest.mark.parametrize("broken", [{"CXX": "/bin/false"}, {"TORCHINDUCTOR_CACHE_DIR": "/dev/null/no"}], ids=str)
+def test_a_compiler_that_fails_is_noticed(broken, tmp_path):
+    code = "import train; print(train.compiler_works())"
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **broken}
+    root = Path(train.__file__).parent
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True)
+    assert ended.stdout == "False\n", ended.stderr
+
+
+@pytest.mark.parametrize("compiler", [None, "broken"])
+def test_a_compiled_run_goes_on_uncompiled_where_there_is_no_compiler(monkeypatch, capsys, compiler):
+    monkeypatch.setattr(train.shutil, "which", lambda name: compiler)
+    monkeypatch.setattr(train, "compiler_works", lambda: False)
+    config = settings(train={"device": "cpu", "compile": "on"})
+    assert train.choose_machine(config, "as before").compile is False
+    assert "sums may round differently" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
+        train.choose_machine(config)
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps"])
