@@ -111,7 +111,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | 
         attn_mask=None if plain else mask.visible,
         is_causal=mask.is_plain_causal,
         scale=_scale(q, scale),
-        enable_gqa=k.shape[1] != q.shape[1],
+        **({"enable_gqa": True} if k.shape[1] != q.shape[1] else {}),  # a compiler's bool would be refused
     )
 
 
@@ -248,8 +248,20 @@ def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
 
     x (B, H, T, D), angles (T, D/2) or (B, T, D/2) -> (B, H, T, D), rotated in float32 or better, in x's type.
     """
+    return turn(x, rotary_turns(angles))
+
+
+def rotary_turns(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """What `turn` multiplies by, the same in all layers: (cos, cos) and (-sin, sin) of angles (T, D/2) or (B, T, D/2),
+    (T, D) or (B, 1, T, D) each."""
     if angles.dim() == 3:
-        angles = angles.unsqueeze(1)  # (B, 1, T, D/2)
+        angles = angles.unsqueeze(1)
     cos, sin = angles.cos(), angles.sin()
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def turn(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    """`apply_rotary` by the `rotary_turns` of its angles."""
+    cos, sin = turns
+    other = x.roll(x.shape[-1] // 2, dims=-1)  # of each coordinate the one that it turns with
+    return torch.addcmul(x * cos, other, sin).to(x.dtype)

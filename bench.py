@@ -1,5 +1,7 @@
-"""Measure a run: python bench.py stories [RUN], or translate [RUN]; or a training step: python bench.py train [PRESET]
+"""Measure a run: python bench.py loss, stories, translate or decode [RUN]; or a training step: python bench.py train
 
+loss        the loss over a whole text, the run's validation split or another one, in nats per token and bits per byte,
+            and by position in the window: what more context is worth.
 stories     how well a model trained on the built-in stories knows them: its loss on new draws and on held-out
             combinations against the entropy of the grammar, what is right in stories it writes, and which of two
             continuations it finds likelier.
@@ -7,6 +9,8 @@ translate   how well an encoder-decoder translates, greedily and with beams: the
             or others.
 train       how fast a preset trains on this machine, what share of its matrix multiplications that is, and where the
             time goes. It takes the words that train.py takes, needs no text and writes nothing.
+decode      how fast a run or a preset generates, with what share of the memory's bandwidth, beside Hugging Face's
+            transformers with the same weights. After a preset it takes train.py's words too.
 """
 
 import argparse
@@ -15,10 +19,9 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in train.py: read when torch is imported
 
@@ -28,32 +31,147 @@ import torch.nn.functional as F
 from torch import nn
 
 from checkpoint import checkpoints, find_run, load_model, load_source_tokenizer, read_state
-from config import Config, ConfigError, UserError, command, load_config
+from config import Config, UserError, command, load_config, override
 from config.schema import DataConfig
-from data.loader import Pairs
-from data.prepare import Corpus, Split, prepare
+from data.loader import IGNORE, Pairs, check_ids, document_ends
+from data.prepare import Corpus, Split, encode_whole, prepare
 from data.sources import open_source
 from data.stories import check, minimal_pairs, tell
 from data.tokenizer import Tokenizer
 from generation import generate
-from model import FeedForward, LanguageModel, MultiHeadAttention
+from sample import Parser, check_device
+from speed import decoding, random_model, training
 from train import (
     Loss,
     Machine,
-    Trainer,
-    choose_machine,
     enough_memory,
     grade,
     grade_pairs,
-    keep_freed_memory,
     korean_tokens,
     pairs_of,
-    resolve_model,
     translation_line,
     translation_marks,
 )
 from translation import compare
 from translation import translate as translate_pairs
+
+CPU = Machine("cpu", torch.float32, compile=False)
+TOKENS = 4096  # graded at a time, where windows are no longer
+LOGITS = 2**24  # in memory at a time
+
+
+def loss(
+    run: Path, checkpoint: str, source: str | None, text_field: str | None, max_tokens: int | None, context: int | None
+) -> None:
+    """Prints the loss of a run over what it kept from training, or over all of another source, and by position."""
+    model, tokenizer, config = load_model(run, checkpoint)
+    folder = run / checkpoint if (run / checkpoint).exists() else run / "last"  # as load_model does
+    trained, pairs = config.model.max_seq_len, config.model.kind == "encoder_decoder"
+    if pairs and (source or context):
+        raise UserError(
+            f"{run} is an encoder-decoder: --source and --context are for decoders; for other pairs: "
+            f"python bench.py translate {run} --source {source or '…'}"
+        )
+    context = context or trained
+    if context > trained and config.model.position == "learned":
+        raise UserError(f"--context {context}: the learned positions of {run} end at model.max_seq_len = {trained}")
+    if context > trained:
+        print(f"note: --context {context:,} is longer than the {trained:,} tokens of training", file=sys.stderr)
+    dtype = read_state(folder)["machine"]["dtype"]
+    if dtype != "float32" and not source and context == trained:
+        print(f"note: in float32; training logged what {dtype} gives, which may differ a little", file=sys.stderr)
+    if source:
+        corpus = encode_whole(data_of(config, source, text_field, max_tokens), tokenizer)
+        check_ids(max(corpus.largest_id, tokenizer.end_id), config.model.vocab_size)
+    else:
+        corpus = corpus_of(run, config)
+    what = "pairs" if pairs else f"windows of {context:,} tokens"
+    print(f"{run}, {folder.resolve().name}{f', on {source}' if source else ''}: {what}, in float32\n")
+    tell_loss(graded_splits(model, corpus, context, "whole text" if source else "validation"))
+
+
+def data_of(config: Config, source: str, text_field: str | None, max_tokens: int | None) -> DataConfig:
+    """How another source is read: as the run's was, unless told otherwise. Raises `ConfigError`."""
+    if text_field is None and (source.startswith("hub:") or source.lower().endswith((".jsonl", ".parquet"))):
+        text_field = config.data.text_field
+    options = {"source": source, "text-field": text_field, "max-tokens": max_tokens or config.data.max_tokens}
+    return override(config, [f"--data.{name}={value}" for name, value in options.items()]).data
+
+
+class LossByPosition(Loss):
+    """The loss, in float32, with few logits in memory at a time; it also adds up what the targets at each position of
+    windows of at most T cost: `nats` and `n_targets`, (T,)."""
+
+    def __init__(self, model: nn.Module, longest: int):
+        super().__init__(model)
+        self.nats = torch.zeros(longest, dtype=torch.float64)
+        self.n_targets = torch.zeros(longest, dtype=torch.int64)
+
+    def forward(self, *batch: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
+        *inputs, targets = batch
+        if len(inputs) > 1:  # of pairs
+            source, target, source_lengths = inputs
+            inputs = target, self.model.encode(source, source_lengths)
+        size = max(LOGITS // self.model.config.vocab_size, 1)
+        pieces = zip(self.model.features(*inputs).flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
+        options = {"ignore_index": IGNORE, "reduction": "none"}
+        losses = torch.cat([F.cross_entropy(self.model.lm_head(x), wanted, **options) for x, wanted in pieces])
+        length = targets.shape[1]
+        self.nats[:length] += losses.view_as(targets).double().sum(0)
+        self.n_targets[:length] += (targets != IGNORE).sum(0)
+        return losses if reduction == "none" else losses.sum()
+
+
+Graded = Iterator[tuple[str, dict[str, float], LossByPosition]]  # of each split: a title, what `grade` says, and where
+
+
+def graded_splits(model: nn.Module, corpus: Corpus, context: int, title: str) -> Graded:
+    for name, split in {title: corpus.val, "held-out combinations": corpus.held_out}.items():
+        if not split:
+            continue
+        if corpus.pairs:
+            pairs = pairs_of(split, corpus, context, name)
+            longest = int(pairs.lengths.max())
+        elif corpus.documents:
+            longest = int(np.diff(document_ends(split.tokens, corpus.tokenizer.end_id), prepend=-1).max())
+        else:
+            longest = len(split.tokens) - 1
+        longest = min(context, longest)
+        by_position, rows = LossByPosition(model, longest), max(TOKENS // longest, 1)
+        if corpus.pairs:
+            yield name, grade_pairs(by_position, pairs, CPU, rows), by_position
+        else:
+            yield name, grade(by_position, split, corpus, CPU, longest, rows), by_position
+
+
+def tell_loss(graded: Graded) -> None:
+    """Prints a line for each split, beside the entropy of its text where that is known, then a table by position."""
+    print(f"{'':24}{'targets':>12}{'nats per token':>18}{'bits per byte':>16}{'perplexity':>13}")
+    parts = {}
+    for name, values, parts[name] in graded:
+        nats, bits, n_targets = values["loss"], values.get("bits_per_byte"), int(parts[name].n_targets.sum())
+        lines = [(name, f"{n_targets:,}", nats, bits)]
+        if "floor" in values:
+            lines.append(("  entropy", "", values["floor"], bits * values["floor"] / nats))
+        for title, count, value, of_bytes in lines:
+            perplexity = math.exp(value) if value < 700 else math.inf
+            bits = "–" if of_bytes is None else f"{of_bytes:.4f}"
+            print(f"{title:24}{count:>12}{value:18.4f}{bits:>16}{perplexity:13.4g}", flush=True)
+    print(f"\n{'position':12}" + "".join(f"{name:>30}" for name in parts))
+    print(f"{'':12}" + f"{'targets':>14}{'nats per token':>16}" * len(parts))
+    for first, last in position_ranges(max(int(part.n_targets.count_nonzero()) for part in parts.values())):
+        line = f"{first if first == last else f'{first}-{last}':<12}"
+        for part in parts.values():
+            n_targets = int(part.n_targets[first - 1 : last].sum())
+            nats = f"{part.nats[first - 1 : last].sum().item() / n_targets:.4f}" if n_targets else "–"
+            line += f"{n_targets:14,}{nats:>16}"
+        print(line)
+
+
+def position_ranges(longest: int) -> list[tuple[int, int]]:
+    """1, 2, 3-4, 5-8, 9-16 and so on: the first and the last position of each, as far as `longest`."""
+    lasts = [*(2**power for power in range((longest - 1).bit_length())), longest]
+    return list(zip([1, *(last + 1 for last in lasts)], lasts, strict=False))
 
 
 def stories(run: Path, checkpoint: str, n_stories: int, n_pairs: int, seed: int) -> None:
@@ -94,7 +212,7 @@ def tell_losses(model: nn.Module, corpus: Corpus, context: int) -> None:
     for name, split in {"new stories": corpus.val, "held-out combinations": corpus.held_out}.items():
         if not split:
             continue
-        values = grade(Loss(model), split, corpus, Machine("cpu", torch.float32, False), context, rows=16)
+        values = grade(Loss(model), split, corpus, CPU, context, rows=16)
         is_korean, n_bytes = korean_tokens(split.tokens, corpus.tokenizer), sizes[split.tokens]
         english, korean, knowing = (nats / split.n_documents for nats in split.floor)
         print(f"{name} ({knowing:.2f} nats per story would do for one who knows what is held out)")
@@ -151,7 +269,7 @@ def translate(run: Path, checkpoint: str, source: str | None, n: int, beams: int
         raise UserError(f"{run} is a decoder, and only an encoder-decoder translates: name another run")
     source_tokenizer = load_source_tokenizer(run, config)
     for title, pairs in pairs_to_translate(run, config, source, n, tokenizer, source_tokenizer):
-        values = grade_pairs(Loss(model), pairs, Machine("cpu", torch.float32, False), rows=64)
+        values = grade_pairs(Loss(model), pairs, CPU, rows=64)
         print(f"{title}: {min(n, len(pairs)):,} of {len(pairs):,} pairs; {values['loss']:.4f} nats per token of all")
         right = [tokenizer.decode(pairs.target(row)) for row in range(min(n, len(pairs)))]
         found = {}
@@ -200,193 +318,103 @@ def pairs_to_translate(
     yield source, Pairs(np.array(ids[True]), np.array(ids[False]), *ends, context, source)
 
 
-PARTS = {
-    "attention": "scores, softmax, values",
-    "projections": "to queries, keys and values, and back",
-    "feed-forward": "",
-    "loss": "head and cross entropy",
-    "optimizer": "clipping included",
-    "rest": "norms, positions, residuals, embeddings, data",
-}
-WARM_UP, STEPS = 3, 7
-
-
-def training(config: Config) -> None:
-    """Prints how fast a preset trains here, and where the time of a step goes. Its text is random tokens."""
-    corpus = random_corpus(config)
-    config = config.model_copy(update={"model": resolve_model(config.model, corpus)})
-    keep_freed_memory()
-    machine = choose_machine(config)
-    trainer = Trainer(config, Path(os.devnull), corpus, machine)
-    rows, length = config.train.batch_size, row_length(config)
-    text = f"{length} tokens" + (f" after sources of {length}" if corpus.pairs else "")
-    print(f"parameters         {sum(parameter.numel() for parameter in trainer.model.parameters()):,}")
-    print(f"batch              {rows} x {text}, {config.train.micro_batch_size or rows} at a time", flush=True)
-    seconds = sorted([seconds_of(trainer.step, machine) for _ in range(WARM_UP + STEPS)][WARM_UP:])
-    slow, middle, fast = (rows * length / seconds[place] for place in (-1, STEPS // 2, 0))
-    print(f"tokens per second  {middle:,.0f}, the median of {STEPS} steps ({slow:,.0f} to {fast:,.0f})", flush=True)
-    flops, (peak, size) = step_flops(trainer.model, rows, length) / 1e12, matmul_peak(machine)
-    speed = flops / seconds[STEPS // 2]
-    print(f"model operations   {flops:.4g} TFLOP a step, {speed:.4g} TFLOP/s")
-    print(f"matrix products    {peak:.4g} TFLOP/s at best, of {size} x {size}")
-    print(f"share of them      {speed / peak:.1%}", flush=True)
-    found = step_parts(trainer)
-    whole, how = sum(found.values()), (", not compiled", ", compiled") if machine.compile else ("", "")
-    print(f"\nwhere the time goes ({1000 * whole:,.1f} ms a step with clocks in it{how[0]}; ", end="")
-    print(f"{1000 * seconds[STEPS // 2]:,.1f} without{how[1]})")
-    for part, what in PARTS.items():
-        print(f"  {part:14}{found[part] / whole:7.1%}{1000 * found[part]:12,.1f} ms   {what}".rstrip())
-
-
-def row_length(config: Config) -> int:
-    """Tokens of a row: the context, which sources and targets share."""
-    return max(config.model.max_seq_len // (1 if config.model.kind == "decoder" else 2), 1)
-
-
-def random_corpus(config: Config) -> Corpus:
-    """Random documents, or pairs, for a batch. Raises `ConfigError` where their vocabulary cannot be known."""
-    data, pairs, generator = config.data, config.model.kind == "encoder_decoder", np.random.default_rng(0)
-    sizes = {"bytes": 257, "chars": 66, "bpe": data.bpe_vocab_size}  # chars: as many as tiny Shakespeare has
-
-    def tokenizer(name: str, option: str) -> SimpleNamespace:
-        size = getattr(config.model, option) or sizes.get(name)
-        if size is None:
-            raise ConfigError(f"the tokenizer {name} alone knows how large its vocabulary is: give model.{option}")
-        return SimpleNamespace(vocab_size=size, end_id=size - 1)
-
-    def documents(end_id: int) -> np.ndarray:
-        ids = generator.integers(max(end_id, 1), size=(config.train.batch_size + 1, row_length(config)))
-        ids[:, -1] = end_id
-        return ids.ravel()
-
-    target = tokenizer(data.target_tokenizer or data.tokenizer if pairs else data.tokenizer, "vocab_size")
-    source = tokenizer(data.tokenizer, "source_vocab_size") if pairs and data.target_tokenizer else target
-    split = Split(documents(target.end_id), 0, config.train.batch_size + 1, None, documents(source.end_id))
-    return Corpus(Path(), target, 0, split, split, documents=True, source_tokenizer=source if pairs else None)
-
-
-def seconds_of(function: Callable[[], object], machine: Machine) -> float:
-    begin = now(machine)
-    function()
-    return now(machine) - begin
-
-
-def now(machine: Machine) -> float:
-    if machine.device != "cpu":
-        torch.accelerator.synchronize()  # what was begun is done
-    return time.perf_counter()
-
-
-def step_flops(model: LanguageModel, rows: int, length: int) -> int:
-    """What the matrix products of a training step need: two operations a multiplication, once forward, twice backward.
-
-    Counted are all linear layers, the head too, on each of their tokens, and scores and values for each pair of a query
-    and a key that it may see, which is about half of a causal square, whatever the kernel computes. Nothing else is:
-    looking up embeddings, norms, softmax, activations, the optimizer.
-    """
-    config = model.config  # sources are as long as targets, so each layer is on as many tokens
-    weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-    seen = config.n_layer * sum(min(place, config.window or place) for place in range(1, length + 1))
-    if config.kind == "encoder_decoder":  # the encoder on itself, the decoder on the encoder
-        seen += (config.n_encoder_layer + config.n_layer) * length**2
-    return 6 * rows * (weights * length + 2 * seen * config.n_head * config.head_dim)
-
-
-def matmul_peak(machine: Machine) -> tuple[float, int]:
-    """TFLOP/s of the fastest of several products of square matrices, and their size."""
-    size = 2048 if machine.device == "cpu" else 8192  # so large that starting one takes no time
-    a, b = torch.randn(2, size, size, device=machine.device).to(machine.dtype)
-    return 2e-12 * size**3 / min(seconds_of(lambda: a @ b, machine) for _ in range(8)), size
-
-
-class Turn(torch.autograd.Function):
-    """Passes tensors on. From here the time is that of the part `after`; on the way back, of the part `before`.
-
-    autograd goes back through what was computed in exactly the opposite order, so whatever lies between two turns
-    belongs to the same part in both directions.
-    """
-
-    @staticmethod
-    def forward(ctx, turn: Callable[[str], None], before: str, after: str, *tensors: torch.Tensor):
-        ctx.turn, ctx.before = turn, before
-        turn(after)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        ctx.turn(ctx.before)
-        return None, None, None, *gradients
-
-
-def step_parts(trainer: Trainer) -> dict[str, float]:
-    """The seconds of each part of a training step, on average, not compiled. The trainer keeps the clocks."""
-    found, since = dict.fromkeys(PARTS, 0.0), ["rest", 0.0]
-
-    def turn(part: str) -> None:
-        moment = now(trainer.machine)
-        found[since[0]] += moment - since[1]
-        since[:] = part, moment
-
-    def turning(function: Callable, part: str) -> Callable:
-        return lambda *arguments, **options: (turn(part), function(*arguments, **options))[1]
-
-    def watch(part: str, first: nn.Module, last: nn.Module) -> None:
-        first.register_forward_pre_hook(lambda _, inputs: Turn.apply(turn, "rest", part, *inputs))
-        last.register_forward_hook(lambda _, inputs, output: Turn.apply(turn, part, "rest", output)[0])
-
-    def watched(kernel: Callable) -> Callable:
-        def attend(q, k, v, *others):
-            heads = kernel(*Turn.apply(turn, "rest", "attention", q, k, v), *others)
-            return Turn.apply(turn, "attention", "rest", heads)[0]
-
-        return attend
-
-    for module in trainer.model.modules():
-        if isinstance(module, MultiHeadAttention):
-            module.kernel = watched(module.kernel)
-            for projection in (module.q_proj, module.k_proj, module.v_proj, module.o_proj):
-                watch("projections", projection, projection)
-        elif isinstance(module, FeedForward):
-            watch("feed-forward", module, module)
-    watch("loss", trainer.model.lm_head, trainer.loss)
-    trainer.scaler.unscale_ = turning(trainer.scaler.unscale_, "optimizer")  # what comes after the gradients
-    trainer.optimizer.zero_grad = turning(trainer.optimizer.zero_grad, "rest")  # what comes after the optimizer
-    trainer.training_loss = trainer.loss
-    for step in range(1 + STEPS):
-        trainer.step()
-        turn("rest")
-        if step == 0:  # to warm up
-            found.update(dict.fromkeys(PARTS, 0.0))
-    return {part: seconds / STEPS for part, seconds in found.items()}
+def decode(argv: Sequence[str]) -> None:
+    """The command line of `bench.py decode`: of a preset the weights are random."""
+    what = "Measure how fast a run, or a preset, generates."
+    parser = Parser(prog="python bench.py decode", description=what, allow_abbrev=False)
+    add = parser.add_argument
+    add("model", nargs="?", metavar="RUN|PRESET", help="a run's folder (default: the newest), or config/NAME.toml")
+    add("--checkpoint", default="best", metavar="NAME", help="of a run: best (default), last, or a step-NNNNNN")
+    add("--prompt", type=int, default=64, metavar="N", help="tokens of the prompt (default: %(default)s)")
+    add("--new", type=int, default=256, metavar="N", help="tokens to write after it (default: %(default)s)")
+    add("--rows", type=int, default=1, metavar="N", help="prompts at once, of different lengths up to --prompt")
+    add("--rounds", type=int, default=5, metavar="N", help="of which medians are told (default: %(default)s)")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights and the cache")
+    add("--device", choices=["cpu", "cuda", "mps"], default="cpu", help="default: cpu")
+    add("--compile", action="store_true", help="measure compiled too, once it is")
+    add("--recompute", action="store_true", help="measure without a cache too")
+    add("--picture", type=Path, metavar="FILE.png", help="draw the time of each token against its position")
+    preset = argv[:1] if argv and argv[0].endswith(".toml") else []
+    if preset:  # whose words may be among the options
+        options, words = parser.parse_known_args(argv)
+        for word in words:
+            if word.startswith("--") and "." not in word:
+                parser.refuse(word)
+    else:
+        options, words = parser.parse_args(argv), []
+    for name, least in {"prompt": 1, "new": 2, "rows": 1, "rounds": 1}.items():
+        if getattr(options, name) < least:
+            parser.error(f"--{name} must be at least {least}, not {getattr(options, name)}")
+    if options.picture and options.picture.suffix != ".png":
+        parser.error(f"--picture {options.picture} must end in .png")
+    if options.picture and not options.picture.parent.is_dir():
+        parser.error(f"--picture: there is no folder {options.picture.parent}")
+    if preset:
+        config = load_config([*preset, *words], "python bench.py decode config/NAME.toml", what)
+        model, name = random_model(config), options.model
+    else:
+        run = find_run(options.model)
+        model, name = load_model(run, options.checkpoint)[0], f"{run}, {options.checkpoint}"
+    model = model.eval().to(check_device(options.device), getattr(torch, options.dtype))
+    print(
+        f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {options.dtype} on {options.device}",
+        end="",
+    )
+    print(f", {torch.get_num_threads()} threads" if options.device == "cpu" else "")
+    at_most = (
+        f"{options.rows} prompts of at most {options.prompt}" if options.rows > 1 else f"a prompt of {options.prompt}"
+    )
+    print(f"{at_most} tokens, {options.new} new; medians of {options.rounds}, in turn\n", flush=True)
+    try:
+        ways = options.recompute, options.compile
+        decoding(model, options.prompt, options.new, options.rows, options.rounds, *ways, options.picture)
+    except ValueError as error:  # a prompt that this model cannot take
+        raise UserError(str(error)) from None
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["decode"]:
+        with enough_memory("--prompt, --new or --rows"):
+            return decode(argv[1:])
     if argv[:1] == ["train"]:  # with options of its own
         config = load_config(argv[1:], "python bench.py train [config/NAME.toml]", "Measure a training step.")
         with enough_memory():
             return training(config)
     parser = argparse.ArgumentParser(prog="python bench.py", description="Measure a run, or a training step.")
     commands = parser.add_subparsers(dest="what", required=True)
+    zero = commands.add_parser("loss", help="the loss over a whole text, and by position")
+    zero.add_argument("--source", metavar="SOURCE", help="another text: what data.source can be (default: the run's)")
+    zero.add_argument("--text-field", metavar="NAME", help="of its rows, the field that holds the text")
+    zero.add_argument("--max-tokens", type=int, metavar="N", help="where a hub: source or stories end")
+    zero.add_argument("--context", type=int, metavar="N", help="tokens of a window (default: as in training)")
     one = commands.add_parser("stories", help="a model of the built-in stories, against their grammar")
     one.add_argument("--stories", type=int, default=200, metavar="N", help="how many to write (default: %(default)s)")
     one.add_argument("--pairs", type=int, default=500, metavar="N", help="how many to compare (default: %(default)s)")
     one.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
     two = commands.add_parser("translate", help="an encoder-decoder, against the right translations")
     commands.add_parser("train", help="a training step: its speed, and where the time goes")
-    for each in (one, two):
+    commands.add_parser("decode", help="generation: its speed, beside the memory's and transformers'")
+    for each in (zero, one, two):
         each.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run (default: the newest)")
         each.add_argument("--checkpoint", default="best", metavar="NAME", help="best (default), last, or a step-NNNNNN")
     two.add_argument("--source", metavar="SOURCE", help="other pairs, such as a .tsv file (default: the run's)")
     two.add_argument("--pairs", type=int, default=1000, metavar="N", help="how many at most (default: %(default)s)")
     two.add_argument("--beams", type=int, default=4, metavar="N", help="beside greedy (default: %(default)s)")
     options = parser.parse_args(argv)
-    for name in ("stories", "pairs", "beams"):
-        if getattr(options, name, 1) < 1:
-            parser.error(f"--{name} must be at least 1, not {getattr(options, name)}")
+    for name in ("stories", "pairs", "beams", "max_tokens", "context"):
+        if (value := getattr(options, name, None)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if options.what == "loss" and options.source is None and (options.text_field, options.max_tokens) != (None, None):
+        parser.error("--text-field and --max-tokens are about another --source")
+    if options.what == "loss" and options.max_tokens and not options.source.startswith(("hub:", "stories")):
+        parser.error(f"--max-tokens is for a hub: source or stories; {options.source} is read whole")
     run = find_run(options.run)
-    if options.what == "stories":
+    if options.what == "loss":
+        with enough_memory("--context"):
+            loss(run, options.checkpoint, options.source, options.text_field, options.max_tokens, options.context)
+    elif options.what == "stories":
         stories(run, options.checkpoint, options.stories, options.pairs, options.seed)
     else:
         translate(run, options.checkpoint, options.source, options.pairs, options.beams)

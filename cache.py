@@ -6,6 +6,7 @@ Owned by the caller and passed to each forward, never attached to a model. Shape
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attention import Mask
@@ -63,6 +64,15 @@ class KVCache:
         """2 · layers · G · D · slots · B · bytes per number; the source's keys and values come on top."""
         return sum(t.nbytes for t in (*self.keys, *self.values, *(t for pair in self.cross for t in pair)))
 
+    def reserve(self, capacity: int) -> None:
+        """Makes room for `capacity` tokens a row, if there is less; what was remembered stays."""
+        if capacity <= self.capacity:
+            return
+        missing = min(capacity, self.window or capacity) - self.slots
+        if missing > 0:  # no slot was used twice yet
+            self.keys, self.values = ([F.pad(t, (0, 0, 0, missing)) for t in each] for each in (self.keys, self.values))
+        self.capacity = capacity
+
     def select(self, rows: list[int] | Tensor) -> "KVCache":
         """A new cache of these rows, in this order, repeats allowed: drop finished rows, reorder beams, fan out.
 
@@ -119,8 +129,17 @@ class CacheStep:
         rolling = cache.slots < cache.capacity
         self.read_first = rolling and n_new > 1
         self.n_read = min(max(self.old_lengths) if self.read_first else self.end, cache.slots)
-        self.into, self.taken = self._writes(new)
+        self.slot = self.into = self.taken = None
+        if self.uniform and n_new == 1:
+            self.slot = self.pos % cache.slots  # (1,), a tensor: to a compiler a number would be another one each time
+        else:
+            self.into, self.taken = self._writes(new)
         self.mask = self._mask(rolling)
+
+    @property
+    def is_single(self) -> bool:
+        """One token of one row, after others."""
+        return self.slot is not None and len(self.lengths) == 1 and self.n_read > 1
 
     def _column(self, lengths: list[int]) -> Tensor:
         return torch.tensor(lengths, device=self.device).unsqueeze(1)  # (B, 1)
@@ -142,12 +161,12 @@ class CacheStep:
             key_pos = torch.cat((key_pos, self.pos), dim=-1)
         return Mask(self.n_new, key_pos.shape[-1], True, window, self.pos, key_pos, self.device)
 
-    def _writes(self, new: list[int]) -> tuple[tuple, tuple]:
-        """Which slots take which new tokens: indices into (B, G, slots, D) and into (B, G, T, D)."""
+    def _writes(self, new: list[int]) -> tuple[tuple, tuple | None]:
+        """Which slots take which new tokens: indices into (B, G, slots, D), and into (B, G, T, D) if not all."""
         every, n_slot = slice(None), self.cache.slots
         if self.uniform and self.start % n_slot + self.n_new <= n_slot:  # one piece, the same in every row
             begin = self.start % n_slot
-            return (every, every, slice(begin, begin + self.n_new)), (every,)
+            return (every, every, slice(begin, begin + self.n_new)), None
         # Of each row the real tokens, and of those the last that fit.
         wanted = [(row, token) for row, n in enumerate(new) for token in range(max(n - n_slot, 0), n)]
         slots = [(self.old_lengths[row] + token) % n_slot for row, token in wanted]
@@ -160,11 +179,18 @@ class CacheStep:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         if k.dtype != keys.dtype:
             raise ValueError(f"the cache holds {keys.dtype}, the model computes {k.dtype}: allocate it with that dtype")
-        seen = [kept[:, :, : self.n_read] for kept in (keys, values)]  # views: what is written now is seen too
+        # Views: what is written now is seen too.
+        seen_keys, seen_values = keys[:, :, : self.n_read], values[:, :, : self.n_read]
         if self.read_first:
-            seen = [torch.cat((old, fresh), dim=2) for old, fresh in zip(seen, (k, v), strict=True)]
-        keys[self.into], values[self.into] = k[self.taken], v[self.taken]
-        return tuple(seen)
+            seen_keys, seen_values = torch.cat((seen_keys, k), dim=2), torch.cat((seen_values, v), dim=2)
+        if self.slot is not None:
+            keys.index_copy_(2, self.slot, k)
+            values.index_copy_(2, self.slot, v)
+        elif self.taken is None:
+            keys[self.into], values[self.into] = k, v
+        else:
+            keys[self.into], values[self.into] = k[self.taken], v[self.taken]
+        return seen_keys, seen_values
 
     def finish(self) -> None:
         """The tokens count as seen only after the last layer."""

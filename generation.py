@@ -12,46 +12,14 @@ import torch
 from torch import Tensor
 
 from cache import KVCache, Memory
+from choice import Settings, choose
+from linear import pack, using
 from model import Decoder, EncoderDecoder
 
 PREFILL = 512  # tokens of a prompt read at a time, which bounds the memory a long one takes
-
-
-# Choice: small functions of logits (N, V), applied in this order.
-
-
-def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Makes tokens that occurred (`seen` (N, V), true) less likely: divides positive logits, multiplies negative ones
-    (CTRL, arXiv 1909.05858)."""
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Only the k likeliest tokens of each row (and those equal to the k-th); all when there are no more than k."""
-    kth = logits.topk(min(k, logits.shape[-1])).values[:, -1:]
-    return logits.masked_fill(logits < kth, -torch.inf)
-
-
-def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """The nucleus: the smallest set of likeliest tokens with probability at least p, never empty (arXiv 1904.09751)."""
-    ordered, index = logits.softmax(-1).sort(descending=True, stable=True)
-    before = ordered.cumsum(-1) - ordered  # probability of all likelier ones
-    outside = before > p - 1e-6  # a set that reaches p to the last digit is enough
-    outside[:, 0] = False
-    return logits.masked_fill(outside.scatter(-1, index, outside), -torch.inf)
-
-
-def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """Only tokens at least p times as likely as the likeliest (arXiv 2407.01082)."""
-    probability = logits.softmax(-1)
-    return logits.masked_fill(probability < p * probability.amax(-1, keepdim=True), -torch.inf)
-
-
-def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """One id a row (N,) from softmax(logits) (N, V), by inverting its distribution function at `uniforms` in [0, 1)."""
-    distribution = logits.softmax(-1).cumsum(-1)
-    height = uniforms * distribution[:, -1]  # stays below the top, where only impossible tokens are left
-    return torch.searchsorted(distribution, height.unsqueeze(1), right=True).squeeze(1)
+WORTH_PACKING = 16  # tokens: so many save the time that it takes to pack the weights
+LITTLE_WORK = 2**22  # numbers to read, of weights for each token and of keys and values
+ROOM = 256  # tokens beyond the prompts for which a cache has room at first; it doubles when that is full
 
 
 class _Reader:
@@ -59,29 +27,55 @@ class _Reader:
 
     def __init__(self, model, prompts: list[list[int]], memory: Memory | None, capacity: int, use_cache: bool):
         self.model, self.memory = model, memory
+        self.n_weights = sum(parameter.numel() for parameter in model.parameters())
+        worth = self.n_weights > LITTLE_WORK and capacity - min(map(len, prompts)) >= WORTH_PACKING
+        self.packs = pack(model) if worth else {}
         weight = model.lm_head.weight
         self.device = weight.device
         self.texts = [[] for _ in prompts]
-        self.cache = None
+        self.cache, self.capacity = None, capacity
         if use_cache:
-            self.cache = KVCache.allocate(model.config, len(prompts), capacity, weight.dtype, weight.device)
+            at_first = min(capacity, max(map(len, prompts)) + ROOM)
+            self.cache = KVCache.allocate(model.config, len(prompts), at_first, weight.dtype, weight.device)
 
     def read(self, new: list[list[int]]) -> Tensor:
         """Each row's new ids -> the logits (N, V) after the last of them, in float64 on the CPU."""
+        if self.model.training:  # another stream on this model has ended since
+            self.model.eval()
         if self.cache is None:
             self.texts = new = [text + ids for text, ids in zip(self.texts, new, strict=True)]
+        elif max(old + len(ids) for old, ids in zip(self.cache.row_lengths, new, strict=True)) > self.cache.capacity:
+            self.cache.reserve(min(2 * self.cache.capacity, self.capacity))
         width = PREFILL if self.cache is not None else max(map(len, new))
         last = [None] * len(new)
-        for begin in range(0, max(map(len, new)), width):
-            pieces = [ids[begin : begin + width] for ids in new]
-            hidden = self._features(pieces)
-            for row, piece in enumerate(pieces):
-                if piece and begin + len(piece) == len(new[row]):
-                    last[row] = hidden[row, len(piece) - 1]
-        logits = self.model.lm_head(torch.stack(last)).cpu().double()
-        if not logits.isfinite().all():
+        # Between two of these calls the model is its owner's, and may learn.
+        with using(self.packs), self._threads(new):
+            for begin in range(0, max(map(len, new)), width):
+                pieces = [ids[begin : begin + width] for ids in new]
+                hidden = self._features(pieces)
+                for row, piece in enumerate(pieces):
+                    if piece and begin + len(piece) == len(new[row]):
+                        last[row] = hidden[row, len(piece) - 1]
+            logits = self.model.lm_head(torch.stack(last)).cpu().double()
+        if not logits.sum().isfinite():  # float64, so that no finite logits add up to infinity
             raise ValueError("the model's logits are not finite: its weights are damaged or its training diverged")
         return logits
+
+    @contextmanager
+    def _threads(self, new: list[list[int]]) -> Iterator[None]:
+        """One thread for little work: others would take longer to wake up, far longer on a busy machine."""
+        seen = 0
+        if self.cache is not None:
+            seen = sum(self.cache.row_lengths) * self.cache.keys[0][0, :, 0].numel() * 2 * len(self.cache.keys)
+        if sum(map(len, new)) * self.n_weights + seen > LITTLE_WORK:  # another number makes oneDNN prepare anew
+            yield
+            return
+        n_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(n_threads)
 
     def _features(self, pieces: list[list[int]]) -> Tensor:
         lengths = [len(piece) for piece in pieces]
@@ -128,40 +122,47 @@ def stream(
     """Yields (row, id, log-probability, reason) as tokens come; reason is None until a row's last token.
 
     `prompts` are lists of ids (for an encoder-decoder the sources; the target starts with `end_id`); an empty one
-    starts with `end_id`. The order of choice: repetition penalty, ban of ids from `vocab_size` on, then the likeliest
-    with temperature 0, else temperature, top-k (None or 0: off), top-p, min-p, and a draw from the row's own generator,
-    seeded seed + row. The log-probability is that of the model's own distribution, at temperature 1, nothing filtered.
+    starts with `end_id`. `choice.choose` says how ids are chosen, from `temperature` to `repetition_penalty`; ids from
+    `vocab_size` on never are. Row i draws from its own generator, seeded seed + i; equal prompts are read once. The
+    log-probability is that of the model's own distribution, at temperature 1, nothing filtered.
     Reasons: end (`end_id`), stop (the row's new ids end with a sequence of `stop`, or `stop` says so of them), length
     (`max_new_tokens`, or the last of learned positions: a prompt of n ids yields at most max_seq_len - n + 1).
     ValueError for an empty prompt without `end_id`, one longer than learned positions, and settings out of range.
     """
-    _check(temperature, top_k, top_p, min_p, repetition_penalty)
+    settings = Settings(repetition_penalty, vocab_size, temperature, top_k, top_p, min_p)
     with _evaluation(model):
-        texts, limits, reader = _begin(model, prompts, end_id, max_new_tokens, use_cache)
+        different = list(dict.fromkeys(map(tuple, prompts)))
+        texts, limits, reader = _begin(model, different, end_id, max_new_tokens, use_cache)
         if reader is None:
             return
+        # The rows of equal prompts part after what they share was read.
+        places = {prompt: place for place, prompt in enumerate(different)}
+        feed, shared = texts, [places[tuple(prompt)] for prompt in prompts]
+        texts, limits = ([each[place] for place in shared] for each in (texts, limits))
         generators = [torch.Generator().manual_seed(seed + row) for row in range(len(texts))]
-        seen = torch.zeros(len(texts), model.config.vocab_size, dtype=torch.bool)
-        for row, text in enumerate(texts):
-            seen[row, text] = True
-        rows, new, feed = list(range(len(texts))), [[] for _ in texts], texts
+        longest, seen = max(map(len, texts)), None
+        if repetition_penalty != 1:  # rows of one length: to have seen an id twice changes nothing
+            seen = torch.tensor([text + text[:1] * (longest - len(text)) for text in texts])
+        rows, new = list(range(len(texts))), [[] for _ in texts]
         while rows:
             logits = reader.read(feed)
-            choices = penalize_repetition(logits, seen[rows], repetition_penalty)
-            if vocab_size is not None:
-                choices[:, vocab_size:] = -torch.inf
-            ids = _choose(choices, [generators[row] for row in rows], temperature, top_k, top_p, min_p)
-            log_probabilities = logits.log_softmax(-1)[range(len(rows)), ids].tolist()
-            going = []
-            for place, (row, id) in enumerate(zip(rows, ids.tolist(), strict=True)):
+            if shared:
+                reader.select(shared)
+                logits, shared = logits[shared], None
+            uniforms = None
+            if temperature > 0:
+                uniforms = torch.cat([torch.rand(1, generator=generators[row], dtype=torch.float64) for row in rows])
+            ids, log_probabilities = choose(logits, settings, uniforms, seen)
+            chosen, going = zip(rows, ids.tolist(), log_probabilities.tolist(), strict=True), []
+            for place, (row, id, log_probability) in enumerate(chosen):
                 new[row].append(id)
-                seen[row, id] = True
                 reason = _reason(new[row], stop, end_id, limits[row])
                 if reason is None:
                     going.append(place)
-                yield row, id, log_probabilities[place], reason
+                yield row, id, log_probability, reason
             if going:
                 reader.select(going)
+                seen = None if seen is None else torch.cat((seen, ids.unsqueeze(1)), dim=1)[going]
             rows = [rows[place] for place in going]
             feed = [new[row][-1:] for row in rows]
 
@@ -306,19 +307,6 @@ def _evaluation(model) -> Iterator[None]:
         model.train(was_training)
 
 
-def _check(temperature, top_k, top_p, min_p, repetition_penalty) -> None:
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature = {temperature} must be 0 (greedy) or more")
-    if top_k is not None and top_k < 0:
-        raise ValueError(f"top_k = {top_k} must be 0 (off) or more")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p = {top_p} must be above 0 and at most 1 (off)")
-    if min_p is not None and not 0 <= min_p <= 1:
-        raise ValueError(f"min_p = {min_p} must be between 0 (off) and 1")
-    if not 0.01 <= repetition_penalty <= 100:
-        raise ValueError(f"repetition_penalty = {repetition_penalty} must be between 0.01 and 100 (1: off)")
-
-
 def _begin(model, prompts, end_id, max_new_tokens, use_cache) -> tuple[list[list[int]], list[int], _Reader | None]:
     """What the decoder reads first, how many tokens each row may get, and a reader, if there is any token to come."""
     if max_new_tokens < 0:
@@ -355,20 +343,6 @@ def _room(model, n_prompt: int) -> float:
     """How many tokens can follow a prompt; the last one is never read, so it needs no position."""
     learned = model.config.position == "learned"
     return model.config.max_seq_len - n_prompt + 1 if learned else math.inf
-
-
-def _choose(logits: Tensor, generators, temperature, top_k, top_p, min_p) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
-    if top_k:
-        logits = keep_top_k(logits, top_k)
-    if top_p is not None and top_p < 1:
-        logits = keep_top_p(logits, top_p)
-    if min_p:
-        logits = keep_min_p(logits, min_p)
-    uniforms = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
-    return draw(logits, uniforms)
 
 
 def _reason(new: list[int], stop: Stop, end_id: int | None, limit: float) -> str | None:

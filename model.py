@@ -15,15 +15,18 @@ from torch import Tensor, nn
 from attention import (
     KERNELS,
     Mask,
-    apply_rotary,
     attention_weights,
     rotary_angles,
     rotary_temperature,
+    rotary_turns,
     sinusoidal_encoding,
+    turn,
 )
-from cache import KVCache, Memory
+from cache import CacheStep, KVCache, Memory
 from config.schema import ModelConfig
+from linear import Linear, joint
 
+Turns = tuple[Tensor, Tensor]  # attention.rotary_turns
 Observer = Callable[[int, str, Tensor], None] | None  # layer, "self" | "cross" | "encoder", weights (B, H, T, S)
 
 
@@ -31,10 +34,17 @@ class RMSNorm(nn.RMSNorm):
     """x / rms(x) * gain (arXiv 1910.07467), in the precision of the gain, whatever autocast has made of x."""
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(self.weight.dtype)
-        by_hand = x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if by_hand and wide.dtype in (torch.float32, torch.float64):  # in 16 bits the sum of squares would suffer
-            return RMSNormByHand.apply(wide, self.weight, self.eps).to(x.dtype)
+        gain = self.weight
+        wide = x if x.dtype == gain.dtype else x.to(gain.dtype)
+        wide_enough = wide.dtype in (torch.float32, torch.float64)  # in 16 bits the sum of squares would suffer
+        by_hand = wide.is_cpu and wide_enough and not torch.compiler.is_compiling()
+        if by_hand and torch.is_grad_enabled():
+            return RMSNormByHand.apply(wide, gain, self.eps).to(x.dtype)
+        if by_hand and wide.numel() == gain.numel():
+            # One row: four operations instead of eight, which would take a tenth of a small model's time.
+            row = wide.flatten()
+            scale = (row.dot(row).item() / len(row) + self.eps) ** -0.5
+            return torch.mul(wide, gain).mul_(scale).to(x.dtype)
         return super().forward(wide).to(x.dtype)
 
 
@@ -78,39 +88,53 @@ class MultiHeadAttention(nn.Module):
     multi-query by the numbers of heads.
     """
 
-    def __init__(self, config: ModelConfig, scale: float):
+    def __init__(self, config: ModelConfig, scale: float, cross: bool = False):
         super().__init__()
         self.n_head, self.n_kv_head, self.scale = config.n_head, config.n_kv_head, scale
         self.kernel = KERNELS[config.kernel]
         query_width, key_width = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-        self.q_proj = nn.Linear(config.d_model, query_width, bias=config.bias)
-        self.k_proj = nn.Linear(config.d_model, key_width, bias=config.bias)
-        self.v_proj = nn.Linear(config.d_model, key_width, bias=config.bias)
-        self.o_proj = nn.Linear(query_width, config.d_model, bias=config.bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_proj = Linear(config.d_model, query_width, bias=config.bias)
+        self.k_proj = Linear(config.d_model, key_width, bias=config.bias)
+        self.v_proj = Linear(config.d_model, key_width, bias=config.bias)
+        self.o_proj = Linear(query_width, config.d_model, bias=config.bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.cross = cross
 
-    def keys_values(self, y: Tensor, angles: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What `y` (B, S, C) offers to be looked at: keys and values, (B, G, S, D) each, keys rotated by `angles`."""
-        k = self.k_norm(_split_heads(self.k_proj(y), self.n_kv_head))
-        v = _split_heads(self.v_proj(y), self.n_kv_head)
-        return (k if angles is None else apply_rotary(k, angles)), v
+    @property
+    def joint_layers(self) -> tuple[nn.Module, ...]:
+        """Those that read the same input."""
+        return (self.k_proj, self.v_proj) if self.cross else (self.q_proj, self.k_proj, self.v_proj)
 
-    def forward(
-        self, x: Tensor, k: Tensor, v: Tensor, mask: Mask, angles: Tensor | None = None, observe=None
-    ) -> Tensor:
-        """The queries of `x` (B, T, C) on keys and values (B, G, S, D) -> (B, T, C); `observe` is given the weights."""
-        q = self.q_norm(_split_heads(self.q_proj(x), self.n_head))  # (B, H, T, D)
-        if angles is not None:
-            q = apply_rotary(q, angles)
+    def queries(self, x: Tensor, turns: Turns | None = None) -> Tensor:
+        """What `x` (B, T, C) looks for, (B, H, T, D), rotated by `turns`."""
+        return _heads(self.q_proj(x), self.n_head, self.q_norm, turns)
+
+    def keys_values(self, y: Tensor, turns: Turns | None = None) -> tuple[Tensor, Tensor]:
+        """What `y` (B, S, C) offers to be looked at: keys and values, (B, G, S, D) each, keys rotated by `turns`."""
+        k, v = joint(y, (self.k_proj, self.v_proj))
+        return _heads(k, self.n_kv_head, self.k_norm, turns), _heads(v, self.n_kv_head)
+
+    def queries_keys_values(self, x: Tensor, turns: Turns | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """All three of the same `x` (B, T, C)."""
+        q, k, v = joint(x, self.joint_layers)
+        q, k = _heads(q, self.n_head, self.q_norm, turns), _heads(k, self.n_kv_head, self.k_norm, turns)
+        return q, k, _heads(v, self.n_kv_head)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, observe=None) -> Tensor:
+        """Queries (B, H, T, D) on keys and values (B, G, S, D) -> (B, T, C); `observe` is given the weights."""
         if observe is not None:
             observe(attention_weights(q, k, mask, self.scale))
         heads = self.kernel(q, k, v, mask, self.scale)
         return self.o_proj(heads.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
-def _split_heads(x: Tensor, n_head: int) -> Tensor:
-    return x.unflatten(-1, (n_head, -1)).transpose(1, 2)  # (B, T, n_head * D) -> (B, n_head, T, D)
+def _heads(x: Tensor, n_head: int, norm: nn.Module | None = None, turns: Turns | None = None) -> Tensor:
+    """(B, T, n_head * D) -> (B, n_head, T, D), normed and rotated where that is wanted."""
+    x = x.view(*x.shape[:2], n_head, x.shape[2] // n_head).transpose(1, 2)
+    if norm is not None:
+        x = norm(x)
+    return x if turns is None else turn(x, turns)
 
 
 ACTIVATIONS = {
@@ -129,13 +153,18 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         self.gated = config.activation == "swiglu"
         if self.gated:
-            self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
-        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
-        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
+            self.gate_proj = Linear(config.d_model, config.d_ff, bias=config.bias)
+        self.up_proj = Linear(config.d_model, config.d_ff, bias=config.bias)
+        self.down_proj = Linear(config.d_ff, config.d_model, bias=config.bias)
+
+    @property
+    def joint_layers(self) -> tuple[nn.Module, ...]:
+        return (self.gate_proj, self.up_proj) if self.gated else (self.up_proj,)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gated:
-            return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+            gate, up = joint(x, self.joint_layers)
+            return self.down_proj(self.activation(gate) * up)
         return self.down_proj(self.activation(self.up_proj(x)))
 
 
@@ -149,35 +178,35 @@ class Block(nn.Module):
         self.attention = MultiHeadAttention(config, config.attention_scale * rotary_temperature(config.rope_scaling))
         self.attention_norm = _norm(config)
         if cross:
-            self.cross_attention = MultiHeadAttention(config, config.attention_scale)
+            self.cross_attention = MultiHeadAttention(config, config.attention_scale, cross=True)
             self.cross_norm = _norm(config)
         self.feed_forward = FeedForward(config)
         self.feed_forward_norm = _norm(config)
 
-    def add_norm(self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        if self.pre_norm:
-            return x + self.dropout(sublayer(_for_products(norm(x))))
-        return norm(x + self.dropout(sublayer(x)))
-
-    def forward(self, x, mask, angles=None, update=None, memory=None, memory_mask=None, observe=None) -> Tensor:
+    def forward(self, x, mask, turns=None, update=None, memory=None, memory_mask=None, observe=None) -> Tensor:
         """x (B, T, C) -> (B, T, C). `update` files new keys and values in a cache and returns all that may be seen;
 
         `memory` is the keys and values of the source; `observe(kind, weights)` sees the attention maps.
         """
-
-        def self_attention(x):
-            k, v = self.attention.keys_values(x, angles)
-            if update is not None:
-                k, v = update(k, v)
-            return self.attention(x, k, v, mask, angles, observe and partial(observe, "self"))
-
-        def cross_attention(x):
-            return self.cross_attention(x, *memory, memory_mask, observe=observe and partial(observe, "cross"))
-
-        x = self.add_norm(x, self.attention_norm, self_attention)
+        q, k, v = self.attention.queries_keys_values(self.before(x, self.attention_norm), turns)
+        if update is not None:
+            k, v = update(k, v)
+        heads = self.attention(q, k, v, mask, observe and partial(observe, "self"))
+        x = self.after(x, heads, self.attention_norm)
         if memory is not None:
-            x = self.add_norm(x, self.cross_norm, cross_attention)
-        return self.add_norm(x, self.feed_forward_norm, self.feed_forward)
+            q = self.cross_attention.queries(self.before(x, self.cross_norm))
+            heads = self.cross_attention(q, *memory, memory_mask, observe and partial(observe, "cross"))
+            x = self.after(x, heads, self.cross_norm)
+        return self.after(x, self.feed_forward(self.before(x, self.feed_forward_norm)), self.feed_forward_norm)
+
+    def before(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """What a sublayer reads."""
+        return _for_products(norm(x)) if self.pre_norm else x
+
+    def after(self, x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
+        """Add & Norm: `x` and what a sublayer made of it."""
+        x = x + (self.dropout(y) if self.dropout.training else y)
+        return x if self.pre_norm else norm(x)
 
 
 def _for_products(x: Tensor) -> Tensor:
@@ -197,6 +226,8 @@ def _norm(config: ModelConfig) -> nn.Module:
 class Stack(nn.Module):
     """Embedding, positions, blocks and the final norm: an encoder or a decoder by `causal` and `cross`."""
 
+    compiled_run: Callable | None = None  # `Stack.run_blocks` for steps of a single token: see compiling.py
+
     def __init__(self, config: ModelConfig, n_layer: int, causal: bool, cross: bool = False):
         super().__init__()
         self.config, self.causal = config, causal
@@ -210,7 +241,7 @@ class Stack(nn.Module):
 
     def forward(self, tokens: Tensor, lengths=None, memory: Memory | None = None, cache=None, observe=None) -> Tensor:
         """tokens (B, T) -> the last hidden states (B, T, C)."""
-        n_query = tokens.shape[1]
+        n_query, step = tokens.shape[1], None
         if cache is not None:
             step = cache.plan(self.config, tokens, lengths)
             pos, end, mask = step.pos, step.end, step.mask
@@ -223,19 +254,28 @@ class Stack(nn.Module):
             else:
                 mask = _source_mask(lengths, n_query, n_query)
         x, angles = self.embedding(tokens, pos, end), self.angles(pos)
-        memory_mask = None if memory is None else _source_mask(memory.lengths, n_query, memory.hidden.shape[1])
+        turns = None if angles is None else rotary_turns(angles)
+        run = Stack.run_blocks
+        if self.compiled_run and memory is None and step is not None and step.is_single:
+            run = self.compiled_run
+        x = run(self, x, mask, turns, memory, step, observe)
+        if cache is not None:
+            step.finish()
+        return x
+
+    def run_blocks(self, x: Tensor, mask: Mask, turns: Turns | None, memory, step: CacheStep | None, observe) -> Tensor:
+        """Embedded tokens (B, T, C) -> the last hidden states (B, T, C)."""
+        memory_mask = None if memory is None else _source_mask(memory.lengths, x.shape[1], memory.hidden.shape[1])
         for layer, block in enumerate(self.blocks):
             x = block(
                 x,
                 mask,
-                angles,
-                update=None if cache is None else partial(step.update, layer),
-                memory=None if memory is None else _memory_keys_values(block, layer, memory, cache),
+                turns,
+                update=None if step is None else partial(step.update, layer),
+                memory=None if memory is None else _memory_keys_values(block, layer, memory, step),
                 memory_mask=memory_mask,
                 observe=observe and partial(observe, layer),
             )
-        if cache is not None:
-            step.finish()
         return self.norm(x)
 
     def embedding(self, tokens: Tensor, pos: Tensor, end: int) -> Tensor:
@@ -285,10 +325,10 @@ def _source_mask(lengths: Tensor | None, n_query: int, n_key: int) -> Mask:
     return Mask(n_query, n_key, causal=False, key_pos=torch.where(pos < lengths.unsqueeze(1), pos, -1))
 
 
-def _memory_keys_values(block: Block, layer: int, memory: Memory, cache: KVCache | None) -> tuple[Tensor, Tensor]:
-    if cache is None:
+def _memory_keys_values(block: Block, layer: int, memory: Memory, step: CacheStep | None) -> tuple[Tensor, Tensor]:
+    if step is None:
         return block.cross_attention.keys_values(memory.hidden)
-    return cache.cross_keys_values(layer, memory, block.cross_attention.keys_values)
+    return step.cache.cross_keys_values(layer, memory, block.cross_attention.keys_values)
 
 
 class LanguageModel(nn.Module):
@@ -299,7 +339,7 @@ class LanguageModel(nn.Module):
         self.config = config
         for name, stack in stacks.items():
             self.add_module(name, stack)
-        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.d_model, config.vocab_size, bias=False)
         self.tie_weights()
 
     def stacks(self) -> list[Stack]:

@@ -44,6 +44,27 @@ def loss_curve(metrics: Path, picture: Path) -> None:
     plt.close(figure)
 
 
+def decoding_times(curves: dict[str, np.ndarray], first: int, picture: Path) -> None:
+    """Draws the seconds that each token took against its position, from `first` on, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for label, seconds in curves.items():
+        axes.plot(range(first, first + len(seconds)), 1000 * seconds, label=label, linewidth=1)
+    axes.set(xlabel="tokens before it", ylabel="milliseconds a token", yscale="log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(frameon=False)
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+
+
 class AttentionMap(NamedTuple):
     """What the heads of one layer look at."""
 

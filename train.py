@@ -72,7 +72,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import signal
 import textwrap
 import time
@@ -87,6 +86,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from checkpoint import Tensors, checkpoints, link, load_optimizer, load_weights, read_checkpoint, save_checkpoint
+from compiling import compiler_missing, compiler_works
 from config.schema import ModelConfig
 from data.loader import IGNORE, Batches, PairBatches, Pairs, check_ids, check_length, validation_windows
 from data.prepare import Corpus, Split, prepare
@@ -161,7 +161,7 @@ def choose_compile(config: Config, device: str, asked: str) -> tuple[bool, str]:
     train = config.train
     if train.compile == "off":
         return False, f"not compiled, {asked}"
-    installed = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl")))
+    installed = not compiler_missing()
     if train.compile == "auto" and device != "cuda" and installed:
         if device != "cpu":
             return False, "not compiled: not worth its half minute on this device (--train.compile on)"
@@ -184,14 +184,6 @@ def run_operations(config: Config) -> float:
         model = build_model(config.model.resolve(config.model.vocab_size or 1))
     tokens = config.train.steps * config.train.batch_size * config.model.max_seq_len
     return 6.0 * sum(parameter.numel() for parameter in model.parameters()) * tokens
-
-
-def compiler_works() -> bool:
-    try:
-        torch.compile(lambda x: x + 1)(torch.zeros(1))
-    except Exception:  # of many kinds: no header files, no OpenMP, nowhere to write
-        return False
-    return True
 
 
 TRANSLATED = 1000  # pairs of a split that are translated at each evaluation
@@ -737,14 +729,14 @@ def newest_checkpoint(run: Path) -> tuple[Path, Tensors, Tensors, dict] | None:
 
 
 @contextlib.contextmanager
-def enough_memory() -> Iterator[None]:
-    """Raises `UserError` when there was not enough."""
+def enough_memory(remedy: str = "train.micro_batch_size, or the sizes in [model]") -> Iterator[None]:
+    """Raises `UserError` when there was not enough, saying what to lower."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch has no class of its own for this on a CPU
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        raise UserError("there is not enough memory; lower train.micro_batch_size, or the sizes in [model]") from None
+        raise UserError(f"there is not enough memory; lower {remedy}") from None
 
 
 def main(request: Request) -> None:
@@ -796,7 +788,8 @@ def run(request: Request) -> None:
         loss_curve(folder / "metrics.jsonl", folder / "loss.png")
     best = f"best {trainer.state.best_loss:.4f} at step {trainer.state.best_step}"
     say(f"done in {duration(trainer.state.seconds)} of training; validation loss {best}")
-    say(f"read it: python sample.py {shlex.quote(str(folder))}")
+    source = " --prompt TEXT" if trainer.corpus.pairs else ""
+    say(f"read it: python sample.py {shlex.quote(str(folder))}{source}")
 
 
 if __name__ == "__main__":

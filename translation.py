@@ -9,6 +9,7 @@ from torch import nn
 from data.loader import Pairs
 from data.tokenizer import Tokenizer
 from generation import Hypothesis, beam_search
+from linear import packed
 
 ROWS = 128  # sources translated at a time
 
@@ -21,13 +22,14 @@ def translate(model: nn.Module, pairs: Pairs, tokenizer: Tokenizer, n: int, beam
     order = pairs.by_length()
     order = order[order < n]
     found = {}
-    for first in range(0, len(order), ROWS):
-        rows = order[first : first + ROWS]
-        sources = [pairs.source(row) for row in rows]
-        ends = {"end_id": tokenizer.end_id, "vocab_size": tokenizer.vocab_size}
-        limit = 2 * int(pairs.lengths[1, rows].max())
-        hypotheses = beam_search(model, sources, beams=beams, max_new_tokens=limit, **ends)
-        found |= {row: best for row, (best, *_) in zip(rows.tolist(), hypotheses, strict=True)}
+    with packed(model):
+        for first in range(0, len(order), ROWS):
+            rows = order[first : first + ROWS]
+            sources = [pairs.source(row) for row in rows]
+            ends = {"end_id": tokenizer.end_id, "vocab_size": tokenizer.vocab_size}
+            limit = 2 * int(pairs.lengths[1, rows].max())
+            hypotheses = beam_search(model, sources, beams=beams, max_new_tokens=limit, **ends)
+            found |= {row: best for row, (best, *_) in zip(rows.tolist(), hypotheses, strict=True)}
     return [found[row] for row in sorted(found)]
 
 

@@ -114,6 +114,51 @@ def prepare(config: DataConfig, pairs: bool = False, cache_dir: str | Path = CAC
     return _open(folder)
 
 
+def encode_whole(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
+    """All of the text that `config` names as the one split `val`, in a `tokenizer` that is there already; in memory.
+
+    Raises `UserError` for a text that cannot be read, has no ids (with the place), or is too short for one target.
+    """
+    source = open_source(config)
+    if source.notice:
+        _say(source.notice)
+    find_cut = len if tokenizer.name in ("bytes", "chars") else last_cut
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    tally, encoded = Tally(), []
+    n_lines = 1
+    with closing(Progress()) as progress:
+        for part in _in_parts(source.read(), find_cut):
+            try:
+                ids = tokenizer.encode_array(part.text)
+            except UserError as error:
+                line = n_lines + _line_without_ids(part.text, tokenizer)
+                where = f"line {line:,}" if source.single else f"document {tally.n_documents + 1:,}"
+                raise UserError(f"data.source = {config.source}, {where}: {error}") from None
+            if not (source.single or part.more):
+                ids = np.append(ids, tokenizer.end_id)
+            encoded.append(ids.astype(dtype))
+            tally.add(part, ids)
+            n_lines += part.text.count("\n")
+            progress.show(f"{tally.n_bytes / 1e6:,.0f} MB encoded")
+            if source.max_tokens and not part.more and tally.n_tokens >= source.max_tokens:
+                break
+    if tally.n_tokens < (2 if source.single else 1):  # of a single text the first token is no target
+        raise UserError(f"data.source = {config.source} holds {'one token' if tally.n_tokens else 'no text'}")
+    split = Split(np.concatenate(encoded), tally.n_bytes, tally.n_documents)  # the floor is not that of all documents
+    return Corpus(Path(), tokenizer, tally.largest_id, train=split, val=split, documents=not source.single)
+
+
+def _line_without_ids(text: str, tokenizer: Tokenizer) -> int:
+    """Which line of `text`, from 0, is the first that cannot be encoded, its end included."""
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        try:
+            tokenizer.encode_array(line + "\n" * (number + 1 < len(lines)))
+        except UserError:
+            return number
+    raise AssertionError("what has no ids is a character of some line")
+
+
 def _clear_away(cache_dir: Path) -> None:
     """Removes what preparations left that were killed more than a day ago."""
     for scratch in cache_dir.glob(".preparing-*"):

@@ -298,7 +298,8 @@ def test_the_search_goes_on_while_any_hypothesis_may_pass_not_only_the_greedy_pa
 def test_what_never_ends_is_cut_off_and_comes_after_what_ended():
     never = always([5.0, 4.0, -20.0])
     (found,) = beam_search(never, [[0]], beams=2, max_new_tokens=4, end_id=2)
-    assert [(one.ids, one.reason) for one in found] == [([0] * 4, "length"), ([0, 0, 0, 1], "length")]
+    # The 1 may come at any place: the last digits of the scores decide which.
+    assert [(sorted(one.ids), one.reason) for one in found] == [([0] * 4, "length"), ([0, 0, 0, 1], "length")]
     # 0 repeats itself for ever; 1, half as likely, ends.
     loop = garden(4, (3, 0, 0.6), (3, 1, 0.3), (0, 0, 0.99), (1, 2, 0.8))
     (found,) = beam_search(loop, [[3]], beams=2, max_new_tokens=6, end_id=2)
@@ -330,7 +331,8 @@ def test_a_prompt_is_read_once_and_leaves_when_nothing_can_change(monkeypatch):
     assert shapes == [(1, 3), (1, 1), (1, 1), (2, 1), (2, 1), (1, 1)]  # greedy's place closes with it
     assert [one.ids for one in first + second] == [[], [0], [2, 3], [2, 3, 0]]
     shapes.clear()
-    assert beam_search(sure, [[4, 4, 0], [1]], **options) == [first, second]
+    for found, alone in zip(beam_search(sure, [[4, 4, 0], [1]], **options), (first, second), strict=True):
+        assert_same(found, alone)
     assert shapes == [(2, 3), (1 + 2, 1), (2, 1), (1, 1)]
 
 

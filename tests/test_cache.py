@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention import KERNELS
+from attention import KERNELS, rotary_turns
 from cache import KVCache
 from config.schema import ModelConfig, RopeScaling
 from model import build_model
@@ -328,8 +328,8 @@ def test_no_slot_is_written_twice_in_a_call(width, n_seen):
 def test_the_token_at_position_p_lies_in_slot_p_modulo_the_window(width):
     model, tokens = build(window=WINDOW, n_layer=1, n_kv_head=2), random_tokens(1, 37)
     cache = allocate(model)
-    block, angles = model.decoder.blocks[0], model.decoder.angles(torch.arange(37))
-    keys, values = block.attention.keys_values(block.attention_norm(model.decoder.embed(tokens)), angles)
+    block, turns = model.decoder.blocks[0], rotary_turns(model.decoder.angles(torch.arange(37)))
+    keys, values = block.attention.keys_values(block.attention_norm(model.decoder.embed(tokens)), turns)
     for piece in tokens.split(width, dim=1):
         model(piece, cache=cache)
         n = cache.row_lengths[0]
@@ -484,6 +484,21 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(shape, lengths, messag
     assert cache.row_lengths == [9, 9]
     assert all(torch.equal(a, b) for a, b in zip(cache.keys + cache.values, before.keys + before.values, strict=True))
     assert_close(model(tokens[:, 9:], cache=cache), model(tokens)[:, 9:])
+
+
+@pytest.mark.parametrize("window", [None, WINDOW, 30])
+def test_room_can_be_made_while_nothing_is_forgotten(window):
+    model, tokens = build(window=window, n_kv_head=2), random_tokens(2, 40)
+    small, large = allocate(model, 2, capacity=10), allocate(model, 2, capacity=50)
+    for first, last, room in ((0, 7, 10), (7, 19, 20), (19, 20, 45), (20, 40, 45)):
+        small.reserve(room)
+        lengths = torch.tensor([last - first, last - first - (last == 40)])
+        found, expected = (model(tokens[:, first:last], lengths, cache=cache) for cache in (small, large))
+        for row, n in enumerate(lengths):
+            assert_close(found[row, :n], expected[row, :n])
+    assert (small.capacity, small.slots) == (45, min(window or 45, 45))
+    small.reserve(3)
+    assert small.capacity == 45
 
 
 def test_a_cache_of_another_type_is_refused():

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import generation
+from choice import Settings, choose
 from config.schema import ModelConfig
 from data.tokenizer import ByteTokenizer, Tokenizer
-from generation import draw, generate, keep_min_p, keep_top_k, keep_top_p, penalize_repetition, stream
+from generation import generate, stream
 from model import build_model
 from sample import Text, stops_at
 from tests import helpers
 from tests.helpers import POSITIONS, POST_NORM, WINDOW, greedy, random_tokens
 
 ENCODER_DECODER = {"kind": "encoder_decoder", "n_encoder_layer": 2, **POST_NORM}
-NEVER = -torch.inf
 
 
 def build(**options) -> torch.nn.Module:
@@ -54,48 +54,6 @@ def counting(n: int = 12) -> torch.nn.Module:
     return chain(9 * torch.eye(n, dtype=torch.float64).roll(1, dims=1))
 
 
-def softmax(logits) -> np.ndarray:
-    e = np.exp(np.asarray(logits, dtype=np.float64) - np.max(logits))
-    return e / e.sum()
-
-
-def distribution(logits, temperature=1.0, top_k=None, top_p=None, min_p=None) -> np.ndarray:
-    """What a draw should follow, in the documented order, from sorted lists and loops."""
-    p = softmax(np.asarray(logits, dtype=np.float64) / temperature)
-    kept = sorted(range(len(p)), key=lambda id: -p[id])
-    if top_k:
-        kept = kept[:top_k]
-    if top_p is not None:
-        total, enough = sum(p[id] for id in kept), []
-        while sum(p[id] for id in enough) < (top_p - 1e-9) * total:
-            enough.append(kept[len(enough)])
-        kept = enough or kept[:1]
-    if min_p:
-        kept = [id for id in kept if p[id] >= min_p * p[kept[0]]]
-    q = np.zeros_like(p)
-    q[kept] = p[kept]
-    return q / q.sum()
-
-
-def counts(logits, n_rows: int = 500, n_steps: int = 10, **options) -> np.ndarray:
-    """How often each id comes in `n_rows` times `n_steps` draws."""
-    rows = generate(always(logits), [[0]] * n_rows, max_new_tokens=n_steps, **{"temperature": 1.0, "seed": 7} | options)
-    return np.bincount([id for row in rows for id in row], minlength=len(logits))
-
-
-def support(logits, **options) -> set[int]:
-    return set(np.flatnonzero(counts(logits, 300, 1, **options)).tolist())
-
-
-def p_value(observed: np.ndarray, expected: np.ndarray) -> float:
-    """Of Pearson's chi-square test; 0 when something impossible was seen."""
-    if observed[expected == 0].any():
-        return 0.0
-    observed, expected = observed[expected > 0], expected[expected > 0] * observed.sum()
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    return torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2), torch.tensor(statistic / 2)).item()
-
-
 def shapes_read(model, monkeypatch) -> list[tuple[int, int]]:
     """The shapes of all tokens that the model is given from now on."""
     shapes, features = [], model.features
@@ -108,11 +66,7 @@ def shapes_read(model, monkeypatch) -> list[tuple[int, int]]:
     return shapes
 
 
-PROBABILITIES = [0.45, 0.25, 0.2, 0.1]
-LOGITS = np.log(PROBABILITIES)
-
-
-# --- choice: greedy -------------------------------------------------------------------------------------------------
+# --- choice -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -145,6 +99,8 @@ def test_a_temperature_far_from_zero_does_not_always_take_the_likeliest():
         ("min_p", 1.1),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", float("inf")),
+        ("vocab_size", 0),
+        ("vocab_size", -1),
         ("max_new_tokens", -1),
     ],
 )
@@ -163,85 +119,11 @@ def test_f18_a_model_that_computes_no_numbers_is_refused(weight, temperature):
         generate(model, [[1, 2]], temperature=temperature)
 
 
-# --- choice: filters ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("off", [200, 11, 0])
-def test_f17_top_k_of_the_vocabulary_or_more_and_zero_are_no_filter(off):
-    model, options = always(torch.zeros(11)), {"max_new_tokens": 40, "temperature": 1.0, "seed": 3}
-    assert generate(model, [[0]], top_k=off, **options) == generate(model, [[0]], top_k=None, **options)
-    assert len(set(generate(model, [[0]], top_k=off, **options)[0])) > 5
-
-
-def test_top_k_keeps_the_k_likeliest_of_each_row():
-    logits = torch.tensor([[1.0, 4.0, 2.0, 3.0], [0.0, -1.0, -2.0, -3.0]])
-    assert keep_top_k(logits, 2).tolist() == [[NEVER, 4, NEVER, 3], [0, -1, NEVER, NEVER]]
-    assert keep_top_k(logits, 1).tolist() == [[NEVER, 4, NEVER, NEVER], [0, NEVER, NEVER, NEVER]]
-    assert support([0.0, 1.0, 2.0, 3.0], top_k=2, temperature=5.0) == {2, 3}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("p", [0.01, 1e-6, 1e-30, 0.999999, 1.0])
-def test_f19_the_nucleus_of_a_peak_is_the_peak(p, dtype):
-    peak = torch.tensor([[50.0, 0.0, 0.0, 0.0], [0.0, 0.0, 50.0, 0.0], [-3e4, -3e4, -3e4, 3e4]], dtype=dtype)
-    kept = keep_top_p(peak, p)
-    assert kept.softmax(-1).argmax(-1).tolist() == [0, 2, 3]
-    assert kept.softmax(-1).isfinite().all()
-    if p < 0.9:
-        assert (kept > NEVER).tolist() == [
-            [True, False, False, False],
-            [False, False, True, False],
-            [False] * 3 + [True],
-        ]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.01, 1e-6])
 def test_f19_peaked_models_draw_the_peak(p, dtype):
     model = always([50.0, 0.0, 0.0, 0.0]).to(dtype)
     assert generate(model, [[1]], max_new_tokens=30, temperature=1.0, top_p=p) == [[0] * 30]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_f19_the_nucleus_of_equals_is_never_empty(dtype):
-    kept = keep_top_p(torch.zeros(1, 1000, dtype=dtype), 1e-9)
-    assert (kept > NEVER).sum() == 1
-
-
-def test_f20_the_token_that_crosses_the_threshold_is_kept():
-    observed = counts(LOGITS, top_p=0.6)
-    assert observed[2:].tolist() == [0, 0]
-    assert observed[0] / observed.sum() == pytest.approx(0.45 / 0.7, abs=0.03)
-
-
-def test_f20_an_exact_hit_keeps_no_token_more():
-    observed = counts(np.log([0.5, 0.25, 0.125, 0.125]), top_p=0.75)
-    assert observed[2:].tolist() == [0, 0]
-    assert observed[0] / observed.sum() == pytest.approx(2 / 3, abs=0.03)
-
-
-@pytest.mark.parametrize(
-    ("p", "kept"),
-    [(0.1, 1), (0.45, 1), (0.451, 2), (0.7, 2), (0.701, 3), (0.9, 3), (0.901, 4), (1.0, 4)],
-)
-def test_f20_the_nucleus_is_the_smallest_set_that_reaches_p_wherever_its_tokens_lie(p, kept):
-    logits = torch.tensor(LOGITS).unsqueeze(0)
-    assert (keep_top_p(logits, p) > NEVER).tolist() == [[place < kept for place in range(4)]]
-    assert (keep_top_p(logits[:, [2, 0, 3, 1]], p) > NEVER).tolist() == [[place < kept for place in (2, 0, 3, 1)]]
-
-
-@pytest.mark.parametrize(("p", "kept"), [(0.0, 4), (0.2, 4), (0.23, 3), (0.5, 2), (0.56, 1), (1.0, 1)])
-def test_min_p_keeps_tokens_at_least_that_share_of_the_likeliest(p, kept):
-    filtered = keep_min_p(torch.tensor(LOGITS).unsqueeze(0) + 3, p)  # 0.45, 0.25, 0.2, 0.1: shares 1, .556, .444, .222
-    assert (filtered > NEVER).tolist() == [[place < kept for place in range(4)]]
-    assert support(LOGITS, min_p=p) == set(range(kept))
-
-
-def test_the_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_tokens_that_occurred():
-    logits = torch.tensor([[3.0, -3.0, 3.0, -3.0, 0.0]])
-    seen = torch.tensor([[True, True, False, False, True]])
-    assert penalize_repetition(logits, seen, 1.5).tolist() == [[2.0, -4.5, 3.0, -3.0, 0.0]]
-    assert penalize_repetition(logits, seen, 1.0).tolist() == logits.tolist()
 
 
 def test_the_repetition_penalty_counts_the_prompt_and_what_was_generated_each_row_its_own():
@@ -251,75 +133,33 @@ def test_the_repetition_penalty_counts_the_prompt_and_what_was_generated_each_ro
     assert generate(model, [[0]], max_new_tokens=4) == [[0] * 4]
 
 
-def test_filters_follow_the_documented_order():
-    assert support(LOGITS, temperature=0.5, top_p=0.6) == {0}  # temperature first: 0.643, then the nucleus
-    assert support(LOGITS, temperature=2.0, top_p=0.65) == {0, 1, 2}
-    assert support(LOGITS, top_k=2, top_p=0.64) == {0}  # top-k first: 0.643 of what is left
-    assert support(LOGITS, temperature=2.0, min_p=0.6) == {0, 1, 2}  # temperature before min-p
-    assert support([2.0, 1.9, 1.8, 0.0], top_k=1, repetition_penalty=2.0) == {1}  # the penalty before top-k
-    assert support([2.0, 1.9, 1.8, 0.0], top_k=2, vocab_size=2) == {0, 1}  # and before ids are banned
-    assert support([0.0, 1.9, 9.0, 9.0], top_p=0.5, vocab_size=2) == {1}
-
-
-# --- choice: the draw -----------------------------------------------------------------------------------------------
-
-SETTINGS = [
-    {},
-    {"temperature": 0.5},
-    {"temperature": 1.7},
-    {"top_k": 3},
-    {"top_p": 0.8},
-    {"min_p": 0.25},
-    {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.1},
-]
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_draws_follow_the_distribution(settings):
-    logits = np.random.default_rng(0).normal(scale=2, size=9)
-    observed = counts(logits, **settings)
-    assert p_value(observed, distribution(logits, **settings)) > 1e-3
-    other = settings | {"temperature": 1.25 * settings.get("temperature", 1.0)}
-    assert p_value(observed, distribution(logits, **other)) < 1e-6  # it would have been noticed
-
-
-def test_every_draw_is_allowed_by_every_filter():
-    rng, model = np.random.default_rng(1), always(np.zeros(13))
-    for trial in range(300):
-        logits = rng.normal(size=13) * 10 ** rng.uniform(-1, 2)
-        with torch.no_grad():
-            model.lm_head.weight.copy_(torch.tensor(logits).unsqueeze(1).expand(-1, 13) / 13**0.5)
-        settings = {
-            "temperature": 10 ** rng.uniform(-3, 1),
-            "top_k": int(rng.integers(0, 16)) or None,
-            "top_p": rng.choice([None, rng.uniform(0.01, 1)]),
-            "min_p": rng.choice([None, rng.uniform(0, 1)]),
-        }
-        ids = [id for _, id, _, _ in stream(model, [[0]] * 4, max_new_tokens=1, seed=trial, vocab_size=10, **settings)]
-        allowed = distribution(logits[:10], **settings)
-        assert all(id < 10 and allowed[id] > 0 for id in ids), (settings, logits, ids)
-
-
-@pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
-def test_a_token_of_probability_zero_is_never_drawn(uniform):
-    rows = [
-        [NEVER, NEVER, 0.0, NEVER, 1.0, NEVER],
-        [0.0, NEVER, NEVER, NEVER, NEVER, NEVER],
-        [NEVER, NEVER, NEVER, NEVER, NEVER, 0.0],
-        [NEVER, 0.0, -700.0, NEVER, -700.0, NEVER],
-    ]
-    logits = torch.tensor(rows, dtype=torch.float64)
-    ids = draw(logits, torch.full((4,), uniform, dtype=torch.float64))
-    assert (logits[range(4), ids] > NEVER).all()
-    many = 3 * torch.randn(200, 999, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    many[:, 800:] = NEVER  # sums of rounded probabilities, some below one and some above
-    assert draw(many, torch.full((200,), uniform, dtype=torch.float64)).max() < 800
-
-
-def test_a_draw_inverts_the_distribution_function():
-    logits = torch.tensor(LOGITS).repeat(6, 1)
-    uniforms = torch.tensor([0.0, 0.449, 0.451, 0.699, 0.899, 0.901], dtype=torch.float64)
-    assert draw(logits, uniforms).tolist() == [0, 0, 1, 1, 2, 3]
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 9.0},
+        {"temperature": 9.0, "top_k": 4},
+        {"temperature": 9.0, "top_p": 0.2},
+        {"temperature": 9.0, "min_p": 0.8},
+        {"temperature": 9.0, "vocab_size": 9},
+        {"temperature": 9.0, "repetition_penalty": 8.0},
+        {"repetition_penalty": 3.0},
+    ],
+    ids=str,
+)
+def test_each_row_is_chosen_by_all_settings_from_its_own_text_and_generator(options):
+    model, prompts = build(), prompts_of(5, 2, 9)
+    texts, settings = copy.deepcopy(prompts), Settings(**options)
+    generators = [torch.Generator().manual_seed(4 + row) for row in range(3)]
+    for row, id, log_probability, _ in stream(model, prompts, max_new_tokens=12, seed=4, **options):
+        logits = model(torch.tensor([texts[row]]))[:, -1].detach().double()
+        uniform = torch.rand(1, generator=generators[row], dtype=torch.float64)
+        expected = choose(logits, settings, uniform, torch.tensor([texts[row]]))
+        assert id == expected[0]
+        assert log_probability == pytest.approx(expected[1].item(), abs=1e-4)
+        texts[row].append(id)
+    assert list(map(len, texts)) == [17, 14, 21]
 
 
 def test_a_seed_gives_the_same_ids_again_and_another_seed_others():
@@ -435,6 +275,46 @@ def test_the_cache_of_learned_positions_is_no_larger_than_they_are(monkeypatch):
     )
     generate(build(position="learned", max_seq_len=16), prompts_of(9, 3), max_new_tokens=10**9)
     assert capacities == [16]
+
+
+@pytest.mark.parametrize("style", STYLES, ids=["greedy", "drawn"])
+@pytest.mark.parametrize("window", [None, WINDOW, 40])
+def test_a_cache_that_grows_changes_nothing(window, style, monkeypatch):
+    model, prompts = build(window=window), prompts_of(3, 9, 4)
+    whole = generate(model, prompts, max_new_tokens=60, **style)
+    monkeypatch.setattr(generation, "ROOM", 5)
+    reserved, reserve = [], generation.KVCache.reserve
+    monkeypatch.setattr(generation.KVCache, "reserve", lambda cache, n: reserved.append(n) or reserve(cache, n))
+    assert generate(model, prompts, max_new_tokens=60, **style) == whole
+    assert reserved == [28, 56, 68]  # doubled from 9 + 5, and no more than the 9 + 60 - 1 that can be read
+
+
+@pytest.mark.parametrize(("little", "n_threads"), [(0, 3), (2**22, 1)])
+def test_little_work_takes_one_thread_and_gives_the_others_back(little, n_threads, monkeypatch):
+    model, found, before = build(), [], torch.get_num_threads()
+    monkeypatch.setattr(generation, "LITTLE_WORK", little)
+    model.decoder.blocks[0].register_forward_hook(lambda *_: found.append(torch.get_num_threads()))
+    torch.set_num_threads(3)
+    try:
+        for _ in stream(model, prompts_of(3, 9), max_new_tokens=3):
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert found == [n_threads] * 3
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder_decoder"])
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
+def test_equal_prompts_are_read_once_and_then_go_their_own_ways(kind, use_cache, monkeypatch):
+    options = {} if kind == "decoder" else {"kind": kind, "n_encoder_layer": 1, "position": "sinusoidal"}
+    model, (a, b) = build(**options), prompts_of(9, 4)
+    prompts, drawing = [a, b, a, a, b], {"temperature": 1.0, "max_new_tokens": 6, "use_cache": use_cache}
+    drawing |= {} if kind == "decoder" else {"end_id": 0}
+    alone = [generate(model, [prompt], seed=row, **drawing)[0] for row, prompt in enumerate(prompts)]
+    shapes = shapes_read(model, monkeypatch)
+    assert generate(model, prompts, **drawing) == alone
+    assert [n_row for n_row, _ in shapes[:2]] == [2, 5]
+    assert len(set(map(tuple, alone))) == 5
 
 
 @pytest.mark.parametrize("position", POSITIONS)

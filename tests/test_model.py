@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from attention import KERNELS
+from attention import KERNELS, rotary_turns
 from config.schema import ModelConfig, RopeScaling
 from model import Dropout, KVCache, RMSNormByHand, build_model
 from tests.helpers import (
@@ -373,7 +373,7 @@ def test_f05_a_bfloat16_model_tells_257_from_256():
     attention = build(n_layer=1).bfloat16().decoder.blocks[0].attention
     x = torch.ones(1, 1, 32, dtype=torch.bfloat16)
     angles = build().bfloat16().decoder.angles(torch.tensor([256, 257]))
-    (first, _), (second, _) = (attention.keys_values(x, angles[i : i + 1]) for i in range(2))
+    (first, _), (second, _) = (attention.keys_values(x, rotary_turns(angles[i : i + 1])) for i in range(2))
     assert first.dtype == torch.bfloat16
     assert_far(first, second)
 

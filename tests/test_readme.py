@@ -56,7 +56,9 @@ def test_every_command_of_the_readme_runs(folder):
             command += f" {FEW} {TINY}"
         elif "sample.py" in command:
             command += " --max-new-tokens 4"
-        elif "bench.py" in command:
+        elif "bench.py decode" in command:
+            command += " --prompt 4 --new 2 --rounds 1"
+        elif "bench.py" in command and "loss" not in command.split():
             command += " --stories 2 --pairs 2" if "stories" in command.split()[2] else " --pairs 2"
         result = run(command, folder)
         assert result.returncode == 0, (command, result.stderr)

@@ -15,14 +15,25 @@ PRESETS = sorted((ROOT / "config").glob("*.toml"))
 LEVELS = [
     ["config.errors"],
     ["config.schema"],  # a line of its own: the loader and the mathematics name its types
-    ["config.load", "attention", "distributed", "plots", "data.tokenizer", "data.grammar"],
+    [
+        "config.load",
+        "attention",
+        "linear",
+        "choice",
+        "compiling",
+        "distributed",
+        "plots",
+        "data.tokenizer",
+        "data.grammar",
+    ],
     ["cache"],  # its masks are the mathematics', and the model calls it
     ["model", "optim", "data.loader", "data.stories", "data.tasks"],
-    ["data.sources"],
+    ["data.sources", "compiling"],
     ["checkpoint", "data.prepare"],
-    ["generation", "pretrained"],
+    ["generation", "heads", "pretrained", "printing"],
     ["sample", "translation"],
     ["train"],
+    ["speed"],
     ["experiments", "bench"],
 ]
 PACKAGES = {"config": "config.load", "data": None}  # the highest part that importing the package itself brings

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import checkpoint
+import compiling
 import train
 from checkpoint import load_model, read_checkpoint
 from config import Config, ConfigError, UserError
@@ -869,7 +870,7 @@ def machine(
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
-    monkeypatch.setattr(train.shutil, "which", lambda name, *arguments: f"/usr/bin/{name}" if compiler else None)
+    monkeypatch.setattr(compiling.shutil, "which", lambda name, *arguments: f"/usr/bin/{name}" if compiler else None)
     monkeypatch.setattr(train, "compiler_works", lambda: compiler == "works")
     auto = {"device": "auto", "dtype": "auto", "compile": "auto"}
     return train.choose_machine(settings(train={**auto, **options}))
@@ -938,7 +939,7 @@ def test_a_run_takes_six_operations_for_each_parameter_and_token(corpus):
 
 @pytest.mark.parametrize("broken", [{"CXX": "/bin/false"}, {"TORCHINDUCTOR_CACHE_DIR": "/dev/null/no"}], ids=str)
 def test_a_compiler_that_fails_is_noticed(broken, tmp_path):
-    code = "import train; print(train.compiler_works())"
+    code = "import compiling; print(compiling.compiler_works())"
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **broken}
     root = Path(train.__file__).parent
     ended = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True)
@@ -947,7 +948,7 @@ def test_a_compiler_that_fails_is_noticed(broken, tmp_path):
 
 @pytest.mark.parametrize("compiler", [None, "broken"])
 def test_a_compiled_run_goes_on_uncompiled_where_there_is_no_compiler(monkeypatch, capsys, compiler):
-    monkeypatch.setattr(train.shutil, "which", lambda name: compiler)
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: compiler)
     monkeypatch.setattr(train, "compiler_works", lambda: False)
     config = settings(train={"device": "cpu", "compile": "on"})
     assert train.choose_machine(config, "as before").compile is False
