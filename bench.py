@@ -17,11 +17,17 @@ import argparse
 import math
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+
+from interrupt import leave, on_interrupt
+
+if __name__ == "__main__":
+    on_interrupt(leave)
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in train.py: read when torch is imported
 
@@ -39,19 +45,12 @@ from data.sources import open_source
 from data.stories import check, minimal_pairs, tell
 from data.tokenizer import Tokenizer
 from generation import generate
+from loss import Loss, grade, grade_pairs, korean_tokens
+from machine import Machine, enough_memory
+from progress import translation_line, translation_marks
 from sample import Parser, check_device
 from speed import decoding, random_model, training
-from train import (
-    Loss,
-    Machine,
-    enough_memory,
-    grade,
-    grade_pairs,
-    korean_tokens,
-    pairs_of,
-    translation_line,
-    translation_marks,
-)
+from train import pairs_of
 from translation import compare
 from translation import translate as translate_pairs
 
@@ -421,4 +420,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    on_interrupt(signal.default_int_handler)
     main()

@@ -7,22 +7,28 @@ RUN/step-NNNNNN/             weights.safetensors, state.safetensors (optimizer, 
 RUN/best, RUN/last           links to such folders
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from config import Config, UserError, read_toml
+from config import Config, UserError, differences, read_toml
 from data.tokenizer import Tokenizer, load_tokenizer
+from distributed import slice_like, whole
 from model import Decoder, EncoderDecoder, build_model
 
 Tensors = dict[str, torch.Tensor]  # by parameter name
+LOCK = ".lock"  # a file of the run that the process which trains it holds
 
 
 def parameters_by_name(model: nn.Module) -> Tensors:
@@ -32,35 +38,89 @@ def parameters_by_name(model: nn.Module) -> Tensors:
 
 
 def save_checkpoint(
-    run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict, keep: int, best: bool = False
+    run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict, keep: int | None = None, leads=True
 ) -> Path:
-    """Writes `run`/step-NNNNNN for `state["step"]`, points `last` (and `best`) at it, and drops all others but the
-    newest `keep` and the best.
+    """Writes `run`/step-NNNNNN for `state["step"]`, points `last` at it and drops all others but the newest `keep` and
+    the best (None: drops none).
 
-    The folder is filled under another name, flushed to the disk, then renamed: it appears whole or not at all.
+    The folder is filled under another name, flushed to the disk, then renamed: it appears whole or not at all. All
+    processes that hold slices of the model must call this; only the one that leads writes.
     """
     folder = run / f"step-{state['step']:06d}"
     partial = run / f".{folder.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
     parameters = parameters_by_name(model)
     names = {id(p): name for name, p in parameters.items()}
-    tensors = {f"{names[id(p)]}.{key}": value for p, values in optimizer.state.items() for key, value in values.items()}
-    _write_tensors(partial / "weights.safetensors", {n: p.detach() for n, p in parameters.items()})
-    _write_tensors(partial / "state.safetensors", tensors)
-    checksums = {path.name: _checksum(path) for path in sorted(partial.glob("*.safetensors"))}
-    checksums["state.json"] = _state_checksum(state)
-    (partial / "state.json").write_text(json.dumps({**state, "checksums": checksums}, indent=1), "utf-8")
-    _flush(partial / "state.json")
-    _flush(partial)
+    moments = {f"{names[id(p)]}.{key}": value for p, values in optimizer.state.items() for key, value in values.items()}
+    weights, moments = whole_tensors(parameters, leads), whole_tensors(moments, leads)
+    if not leads:
+        return folder
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for name, tensors in (("weights.safetensors", weights), ("state.safetensors", moments)):
+        save_file(tensors, partial / name)
+        (partial / name).chmod(partial.stat().st_mode & 0o666)  # readable for whom other files are
+        _flush(partial / name)
+    _write_state(partial, {**state, "checksums": {path.name: _checksum(path) for path in partial.iterdir()}})
     if folder.exists():  # a damaged one, which resuming went back beyond
         shutil.rmtree(folder)
     partial.rename(folder)
     _flush(run)
-    for name in ("last", "best") if best else ("last",):
-        link(run, name, folder)
-    _prune(run, keep)
+    link(run, "last", folder)
+    if keep is not None:
+        prune(run, keep)
     return folder
+
+
+def settle_checkpoint(run: Path, state: dict, keep: int, best: bool) -> None:
+    """After the evaluation of the checkpoint of `state["step"]`: its state is now this one, it may be the best, and
+    older ones may go."""
+    folder = run / f"step-{state['step']:06d}"
+    checksums = read_state(folder)["checksums"]
+    _write_state(folder, {**state, "checksums": checksums})
+    if best:
+        link(run, "best", folder)
+    prune(run, keep)
+
+
+def set_aside(run: Path, step: int, why: str) -> Path | None:
+    """Renames the checkpoint of a step, if there is one, so that it is none any more, and lets `last` (and `best`) not
+    point at it."""
+    folder = run / f"step-{step:06d}"
+    if not folder.exists():
+        return None
+    aside = folder.with_name(f"{folder.name}.{why}")
+    shutil.rmtree(aside, ignore_errors=True)
+    others = [other for other in checkpoints(run) if other != folder]
+    for name in ("last", "best"):
+        if (run / name).is_symlink() and os.readlink(run / name) == folder.name:
+            if name == "last" and others:
+                link(run, name, others[-1])
+            else:
+                (run / name).unlink()
+    folder.rename(aside)
+    return aside
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Within, no other process can train this run; a lock ends with its process. Raises `UserError` if one does."""
+    lock = FileLock(run / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"{run} is being trained by another process; wait for it, or stop it") from None
+    except NotImplementedError:
+        pass
+    except OSError as error:
+        if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):  # a file system without locks
+            raise UserError(f"{run} cannot be written: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        # While it is held: whoever waits for it notices that it is gone, and makes another.
+        with suppress(OSError):
+            (run / LOCK).unlink()
+        lock.release()
 
 
 def link(run: Path, name: str, folder: Path) -> None:
@@ -68,12 +128,38 @@ def link(run: Path, name: str, folder: Path) -> None:
     fresh = run / f".{name}.link"
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.name)
-    fresh.replace(run / name)
+    try:
+        fresh.replace(run / name)
+    except IsADirectoryError:
+        raise UserError(f"{run / name} is a folder where a link to a checkpoint belongs; move it away") from None
 
 
-def _write_tensors(path: Path, tensors: Tensors) -> None:
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path)
-    _flush(path)
+def write_whole(file: Path, text: str) -> None:
+    """Writes a small file whole or not at all, whatever happens meanwhile."""
+    fresh = file.with_name(f".{file.name}")
+    try:
+        fresh.write_text(text, "utf-8")
+        _flush(fresh)
+        fresh.replace(file)
+        _flush(file.parent)
+    except OSError as error:
+        error.filename = error.filename or str(file)  # which a full disk leaves out
+        raise
+
+
+def _write_state(folder: Path, state: dict) -> None:
+    state["checksums"]["state.json"] = _state_checksum(state)
+    write_whole(folder / "state.json", json.dumps(state, indent=1))
+
+
+def whole_tensors(tensors: Tensors, leads: bool) -> Tensors:
+    """Whole tensors on the CPU, an exchange where each process has a slice; only the one that leads keeps them."""
+    found = {}
+    for name, tensor in tensors.items():
+        tensor = whole(tensor.detach())
+        if leads:
+            found[name] = tensor.contiguous().cpu()
+    return found
 
 
 def _flush(path: Path) -> None:
@@ -95,7 +181,8 @@ def _state_checksum(state: dict) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _prune(run: Path, keep: int) -> None:
+def prune(run: Path, keep: int) -> None:
+    """Drops all checkpoints but the newest `keep`, the last and the best."""
     linked = {(run / name).resolve() for name in ("best", "last")}
     for folder in checkpoints(run)[:-keep]:
         if folder.resolve() not in linked:
@@ -129,12 +216,12 @@ def read_state(folder: Path) -> dict:
     file = folder / "state.json"
     try:
         state = json.loads(file.read_text("utf-8"))
-        whole = state["checksums"]["state.json"] == _state_checksum(state)
+        unchanged = state["checksums"]["state.json"] == _state_checksum(state)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged: {type(error).__name__}: {error}") from None
-    if not whole:
+    if not unchanged:
         raise UserError(f"{file} is damaged: it is not what was saved")
     return state
 
@@ -145,23 +232,30 @@ def load_weights(model: nn.Module, weights: Tensors, where: Path) -> None:
     if differing := sorted(parameters.keys() ^ weights.keys()):
         raise UserError(f"{where} does not fit its config.toml: {differing[0]} is in only one of them")
     for name, parameter in parameters.items():
-        if parameter.shape != weights[name].shape:
+        if parameter.shape != weights[name].shape or not weights[name].is_floating_point():
             raise UserError(
                 f"{where} does not fit its config.toml: {name} is {tuple(weights[name].shape)}, "
                 f"the model's {tuple(parameter.shape)}"
             )
-        parameter.data.copy_(weights[name])
+        parameter.data.copy_(slice_like(weights[name].to(parameter.device), parameter))
 
 
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
-    """Gives every parameter the optimizer state that was saved under its name, on the parameter's device."""
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors, where: Path) -> None:
+    """Gives every parameter the optimizer state that was saved under its name, on the parameter's device. Raises
+    `UserError` for state of no parameter, or of another shape."""
     parameters = parameters_by_name(model)
     fused = optimizer.defaults.get("fused")
     for name, value in tensors.items():
         parameter_name, _, key = name.rpartition(".")
-        parameter = parameters[parameter_name]
-        keep = key == "step" and not fused  # torch counts steps on the CPU, but for fused kernels where they run
-        optimizer.state[parameter][key] = value if keep else value.to(parameter.device)
+        parameter = parameters.get(parameter_name)
+        fits = parameter is not None and value.dtype == torch.float32
+        if not fits or value.shape != (() if key == "step" else parameter.shape):
+            raise UserError(f"{where} does not fit its config.toml: the model has no {name} of {tuple(value.shape)}")
+        if key == "step":  # torch counts steps on the CPU, but for fused kernels where they run
+            value = value.to(parameter.device) if fused else value
+        else:
+            value = slice_like(value.to(parameter.device), parameter)
+        optimizer.state[parameter][key] = value
 
 
 def find_run(run: str | Path | None, root: Path = Path("runs")) -> Path:
@@ -186,22 +280,39 @@ def load_model(run: str | Path, checkpoint: str = "best") -> tuple[Decoder | Enc
     """A trained model in evaluation mode (float32, CPU), its tokenizer and the configuration of its run.
 
     `checkpoint` is best, last, or the name of a step folder; a run that has no best yet gives its last. Raises
-    `UserError` for a folder that is no run, has no checkpoint yet, or is damaged.
+    `UserError` for a folder that is no run, has no checkpoint yet, is damaged, or was changed by hand.
     """
     run = find_run(run)
     config = read_toml(run / "config.toml", saved=True)
     if config.model.vocab_size is None:
         raise UserError(f"{run / 'config.toml'} is not what was saved: it has no model.vocab_size")
     folder = run / checkpoint
-    if checkpoint == "best" and not folder.exists():
+    if checkpoint == "best" and not os.path.lexists(folder):
         folder = run / "last"
     if not folder.exists():
-        there = ", ".join(path.name for path in checkpoints(run)) or "none"
+        if not (there := ", ".join(path.name for path in checkpoints(run))):
+            raise UserError(f"{run} has no checkpoint yet; it goes on with: python train.py --resume {run}")
         raise UserError(f"{run} has no checkpoint {checkpoint}; checkpoints: {there}")
-    weights, _, _ = read_checkpoint(folder, optimizer=False)
+    weights, _, state = read_checkpoint(folder, optimizer=False)
+    tokenizer = load_tokenizer(run / "tokenizer")
+    check_run(run, config, state, tokenizer)
     model = build_model(config.model)
     load_weights(model, weights, folder.resolve())
-    return model.eval(), load_tokenizer(run / "tokenizer"), config
+    return model.eval(), tokenizer, config
+
+
+def check_run(run: Path, config: Config, state: dict, tokenizer: Tokenizer) -> None:
+    """Raises `UserError` if the model's options or a tokenizer are not those the checkpoint was written with."""
+    old = {"model": state.get("config", {}).get("model", {})}
+    for option, before, after in differences(old, {"model": config.model.model_dump()}):
+        if option not in ("model.dropout", "model.kernel"):  # of these the weights know nothing
+            raise UserError(f"{run / 'config.toml'} was changed: {option} = {after}, the model has {before}; undo that")
+    for name, fingerprint in state.get("tokenizers", {}).items():
+        if (tokenizer if name == "tokenizer" else load_tokenizer(run / name)).fingerprint != fingerprint:
+            raise UserError(
+                f"{run / name} is damaged: it is not the tokenizer of the model; python train.py --resume {run} "
+                f"writes it again"
+            )
 
 
 def load_source_tokenizer(run: str | Path, config: Config) -> Tokenizer:

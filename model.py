@@ -183,10 +183,13 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
         self.feed_forward_norm = _norm(config)
 
-    def forward(self, x, mask, turns=None, update=None, memory=None, memory_mask=None, observe=None) -> Tensor:
+    def forward(
+        self, x, mask, turns=None, update=None, memory=None, memory_mask=None, recall=None, observe=None
+    ) -> Tensor:
         """x (B, T, C) -> (B, T, C). `update` files new keys and values in a cache and returns all that may be seen;
 
-        `memory` is the keys and values of the source; `observe(kind, weights)` sees the attention maps.
+        `memory` (B, S, C) is the source, and `recall` has a cache keep what is computed from it; `observe(kind,
+        weights)` sees the attention maps.
         """
         q, k, v = self.attention.queries_keys_values(self.before(x, self.attention_norm), turns)
         if update is not None:
@@ -195,7 +198,9 @@ class Block(nn.Module):
         x = self.after(x, heads, self.attention_norm)
         if memory is not None:
             q = self.cross_attention.queries(self.before(x, self.cross_norm))
-            heads = self.cross_attention(q, *memory, memory_mask, observe and partial(observe, "cross"))
+            keys_values = self.cross_attention.keys_values
+            k, v = keys_values(memory) if recall is None else recall(keys_values)
+            heads = self.cross_attention(q, k, v, memory_mask, observe and partial(observe, "cross"))
             x = self.after(x, heads, self.cross_norm)
         return self.after(x, self.feed_forward(self.before(x, self.feed_forward_norm)), self.feed_forward_norm)
 
@@ -272,8 +277,9 @@ class Stack(nn.Module):
                 mask,
                 turns,
                 update=None if step is None else partial(step.update, layer),
-                memory=None if memory is None else _memory_keys_values(block, layer, memory, step),
+                memory=None if memory is None else memory.hidden,
                 memory_mask=memory_mask,
+                recall=None if memory is None or step is None else partial(step.cache.cross_keys_values, layer, memory),
                 observe=observe and partial(observe, layer),
             )
         return self.norm(x)
@@ -323,12 +329,6 @@ def _source_mask(lengths: Tensor | None, n_query: int, n_key: int) -> Mask:
         return Mask(n_query, n_key, causal=False)
     pos = torch.arange(n_key, device=lengths.device)
     return Mask(n_query, n_key, causal=False, key_pos=torch.where(pos < lengths.unsqueeze(1), pos, -1))
-
-
-def _memory_keys_values(block: Block, layer: int, memory: Memory, step: CacheStep | None) -> tuple[Tensor, Tensor]:
-    if step is None:
-        return block.cross_attention.keys_values(memory.hidden)
-    return step.cache.cross_keys_values(layer, memory, block.cross_attention.keys_values)
 
 
 class LanguageModel(nn.Module):

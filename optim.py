@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from config.schema import OptimConfig
+from distributed import slice_like, whole
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -63,9 +64,10 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(momenta, MOMENTUM)
             torch._foreach_add_(momenta, gradients)
             ahead = torch._foreach_add(gradients, momenta, alpha=MOMENTUM)  # Nesterov's
-            directions = orthogonalise(torch.stack(ahead)).to(matrices[0].dtype)
+            directions = orthogonalise(torch.stack([whole(matrix) for matrix in ahead])).to(matrices[0].dtype)
+            slices = [slice_like(direction, p) for direction, p in zip(directions, matrices, strict=True)]
             torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(matrices, directions.unbind(), alpha=-group["lr"] * math.sqrt(max(1, n_row / n_column)))
+            torch._foreach_add_(matrices, slices, alpha=-group["lr"] * math.sqrt(max(1, n_row / n_column)))
 
 
 MOMENTUM = 0.95

@@ -18,7 +18,8 @@ from config.errors import UserError
 
 
 def loss_curve(metrics: Path, picture: Path) -> None:
-    """Draws the losses in a run's metrics.jsonl against the step, as a PNG; dashed, the least that is possible."""
+    """Draws the losses in a run's metrics.jsonl against the step, as a PNG; dashed, the least that is possible. The
+    picture is written whole or not at all."""
     import matplotlib
 
     matplotlib.use("Agg")  # no window, and none needed
@@ -40,8 +41,10 @@ def loss_curve(metrics: Path, picture: Path) -> None:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend(frameon=False)
-    figure.savefig(picture, dpi=120)
+    fresh = picture.with_name(f".{picture.name}")
+    figure.savefig(fresh, dpi=120, format="png")
     plt.close(figure)
+    fresh.replace(picture)
 
 
 def decoding_times(curves: dict[str, np.ndarray], first: int, picture: Path) -> None:

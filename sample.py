@@ -18,19 +18,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
+from interrupt import leave, on_interrupt
 
-def on_interrupt(handler: Callable) -> None:
-    """Sets what Ctrl-C does, unless whoever started the program had it ignored."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, handler)
-
-
-def leave(*_) -> NoReturn:
-    os.write(2, b"\ninterrupted\n")
-    os._exit(130)
-
-
-if __name__ == "__main__":  # not by an exception, which in the middle of an import may become anything
+if __name__ == "__main__":
     on_interrupt(leave)
 
 from config import UserError, command

@@ -21,10 +21,11 @@ from config import Config, ConfigError
 from data.prepare import Corpus, Split
 from generation import stream
 from linear import packed
+from machine import Machine, choose_machine, keep_freed_memory, matmul_peak, now, seconds_of, step_flops
 from model import EncoderDecoder, FeedForward, LanguageModel, MultiHeadAttention, build_model
 from plots import decoding_times
 from pretrained import to_hugging_face
-from train import Machine, Trainer, choose_machine, keep_freed_memory, resolve_model
+from train import Trainer, resolve_model
 
 PARTS = {
     "attention": "scores, softmax, values",
@@ -47,7 +48,7 @@ def training(config: Config) -> None:
     rows, length = config.train.batch_size, row_length(config)
     text = f"{length} tokens" + (f" after sources of {length}" if corpus.pairs else "")
     print(f"parameters         {sum(parameter.numel() for parameter in trainer.model.parameters()):,}")
-    print(f"batch              {rows} x {text}, {config.train.micro_batch_size or rows} at a time", flush=True)
+    print(f"batch              {rows} x {text}, {machine.micro_batch_size} at a time", flush=True)
     seconds = sorted([seconds_of(trainer.step, machine) for _ in range(WARM_UP + STEPS)][WARM_UP:])
     slow, middle, fast = (rows * length / seconds[place] for place in (-1, STEPS // 2, 0))
     print(f"tokens per second  {middle:,.0f}, the median of {STEPS} steps ({slow:,.0f} to {fast:,.0f})", flush=True)
@@ -95,40 +96,6 @@ def random_model(config: Config) -> LanguageModel:
     """A preset's model with random weights."""
     torch.manual_seed(0)
     return build_model(resolve_model(config.model, random_corpus(config)))
-
-
-def seconds_of(function: Callable[[], object], machine: Machine) -> float:
-    begin = now(machine)
-    function()
-    return now(machine) - begin
-
-
-def now(machine: Machine) -> float:
-    if machine.device != "cpu":
-        torch.accelerator.synchronize()  # what was begun is done
-    return time.perf_counter()
-
-
-def step_flops(model: LanguageModel, rows: int, length: int) -> int:
-    """What the matrix products of a training step need: two operations a multiplication, once forward, twice backward.
-
-    Counted are all linear layers, the head too, on each of their tokens, and scores and values for each pair of a query
-    and a key that it may see, which is about half of a causal square, whatever the kernel computes. Nothing else is:
-    looking up embeddings, norms, softmax, activations, the optimizer.
-    """
-    config = model.config  # sources are as long as targets, so each layer is on as many tokens
-    weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-    seen = config.n_layer * sum(min(place, config.window or place) for place in range(1, length + 1))
-    if config.kind == "encoder_decoder":  # the encoder on itself, the decoder on the encoder
-        seen += (config.n_encoder_layer + config.n_layer) * length**2
-    return 6 * rows * (weights * length + 2 * seen * config.n_head * config.head_dim)
-
-
-def matmul_peak(machine: Machine) -> tuple[float, int]:
-    """TFLOP/s of the fastest of several products of square matrices, and their size."""
-    size = 2048 if machine.device == "cpu" else 8192  # so large that starting one takes no time
-    a, b = torch.randn(2, size, size, device=machine.device).to(machine.dtype)
-    return 2e-12 * size**3 / min(seconds_of(lambda: a @ b, machine) for _ in range(8)), size
 
 
 class Turn(torch.autograd.Function):

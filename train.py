@@ -4,12 +4,34 @@ The file reads in the order in which things happen. Every number that a step dep
 the seed and the step, so a run that was stopped goes on exactly as if it had not been.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
-from config import Config, ConfigError, UserError, command, load_config, override, read_toml, split_preset, to_toml
+from interrupt import Interruption, leave, on_interrupt
+
+if __name__ == "__main__":
+    on_interrupt(leave)
+
+from config import (
+    Config,
+    ConfigError,
+    UserError,
+    command,
+    differences,
+    flatten,
+    load_config,
+    override,
+    read_toml,
+    split_preset,
+    to_toml,
+)
+from config.errors import OneProcessError, from_torchrun
 
 PROGRAM = "python train.py [config/NAME.toml | --resume RUN]"
 DESCRIPTION = """Train a model: config/stories.toml, or the preset that comes first.
@@ -24,6 +46,7 @@ class Request:
     config: Config
     name: str
     resume: Path | None = None
+    old: Config | None = None  # that of the run to go on with, as it was
 
 
 def read_request(argv: Sequence[str]) -> Request:
@@ -33,46 +56,52 @@ def read_request(argv: Sequence[str]) -> Request:
             raise ConfigError("--resume needs the folder of a run")
         run = Path(run or words.pop(0))
         if not (run / "config.toml").is_file():
-            runs = ", ".join(sorted(str(path.parent) for path in run.parent.glob("*/config.toml"))) or "none"
-            raise ConfigError(f"--resume {run}: there is no run in that folder; runs beside it: {runs}")
+            raise ConfigError(f"--resume {run}: there is no run in that folder; {other_runs(run)}")
         old = read_toml(run / "config.toml", saved=True)
-        return Request(resumed_config(old, override(old, words, PROGRAM, DESCRIPTION)), run.name, run)
+        new = override(old, words, PROGRAM, DESCRIPTION)
+        tell_changes(old.model_dump(), new.model_dump())
+        return Request(new, run.name, run, old)
     if any(word.partition("=")[0] == "--resume" for word in argv):
         raise ConfigError("--resume RUN comes first, before any other option")
     return Request(load_config(argv, PROGRAM, DESCRIPTION), split_preset(argv)[0].stem)
 
 
-# What makes a run that run. (The text may move, so data.source may change: restoring compares what it says.)
+def other_runs(run: Path) -> str:
+    """What may have been meant instead of a run that is not there."""
+    if (run.parent / "config.toml").is_file():
+        return f"did you mean {run.parent}?"
+    runs = {
+        str(path.parent): None for folder in (run.parent, run, Path("runs")) for path in folder.glob("*/config.toml")
+    }
+    if near := get_close_matches(run.name, map(os.path.basename, runs), n=1):
+        return f"did you mean {next(other for other in runs if os.path.basename(other) == near[0])}?"
+    newest = sorted(runs, key=os.path.getmtime, reverse=True)
+    return f"the newest runs: {', '.join(newest[:5]) or 'none'}"
+
+
+# What makes a run that run; and what of that may change all the same. (A text may move: what it says is compared.)
 FIXED = ("model.", "data.", "optim.name", "train.seed", "train.batch_size", "train.run_dir")
+FREE = ("data.source", "model.dropout", "model.kernel")
 
 
-def resumed_config(old: Config, new: Config) -> Config:
-    """`new`, if it may follow `old` in one run; says what differs. Raises `ConfigError` for what may not change."""
-    before, after = dict(flatten(old.model_dump())), dict(flatten(new.model_dump()))
-    changed = [option for option in after if before[option] != after[option]]
-    for option in changed:
-        if option.startswith(FIXED) and option != "data.source":
-            raise ConfigError(f"{option} = {after[option]} cannot change in a resumed run, it is {before[option]}")
-        print(f"changed: {option} = {after[option]} (it was {before[option]})")
-    return new
-
-
-def flatten(values: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Nested options under their full names."""
-    for key, value in values.items():
-        yield from flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+def tell_changes(old: dict, new: dict, where: str = "") -> None:
+    """Says in what the options of a resumed run differ from those it had. Raises `ConfigError` for what may not."""
+    found = list(differences(old, new))
+    for option, before, after in found:
+        if option == "train.run_dir":
+            raise ConfigError(f"train.run_dir = {after} cannot change in a resumed run; move its folder instead")
+        if option.startswith(FIXED) and option not in FREE:
+            raise ConfigError(f"{option} = {after} cannot change in a resumed run, it is {before}{where}")
+    for option, before, after in found if from_torchrun("RANK") == 0 else ():
+        print(f"changed: {option} = {after} (it was {before}{where})")
 
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds to load
     REQUEST = command(read_request)(sys.argv[1:])
 
-import contextlib
-import ctypes
-import json
+import gc
 import math
-import os
 import shlex
-import signal
 import textwrap
 import time
 
@@ -81,133 +110,49 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is imported
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
-from checkpoint import Tensors, checkpoints, link, load_optimizer, load_weights, read_checkpoint, save_checkpoint
-from compiling import compiler_missing, compiler_works
+from checkpoint import (
+    Tensors,
+    checkpoints,
+    link,
+    load_optimizer,
+    load_weights,
+    locked,
+    parameters_by_name,
+    prune,
+    save_checkpoint,
+    set_aside,
+    settle_checkpoint,
+    whole_tensors,
+    write_whole,
+)
 from config.schema import ModelConfig
-from data.loader import IGNORE, Batches, PairBatches, Pairs, check_ids, check_length, validation_windows
+from data.loader import IGNORE, Batches, PairBatches, Pairs, check_ids, check_length
 from data.prepare import Corpus, Split, prepare
-from data.tokenizer import Tokenizer
+from distributed import Processes, exchange, noticing_the_end_of_others, own_slice, whole
 from generation import generate
-from model import build_model
+from loss import Loss, grade, grade_pairs
+from machine import Machine, choose_machine, enough_memory, keep_freed_memory, matmul_peak, step_flops
+from model import Block, LanguageModel, build_model
 from optim import build_optimizer, learning_rate, set_learning_rate
-from plots import loss_curve
+from progress import Log, duration, evaluation_lines, import_wandb, say, start_wandb, translation_line
+from run_folder import (
+    check_free,
+    cut_metrics,
+    keep_tokenizer,
+    mark_launch,
+    new_run,
+    newest_checkpoint,
+    restarted_run,
+    why_unreadable,
+)
 from translation import compare, translate
-
-
-def say(text: str, end: str = "\n") -> None:
-    """Prints, and goes on in silence when what reads the output has ended: training is not what was asked to stop."""
-    try:
-        print(text, end=end, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where and how the run is computed; `auto` has been decided."""
-
-    device: str
-    dtype: torch.dtype
-    compile: bool
-
-    def autocast(self):
-        return torch.autocast(self.device, self.dtype, enabled=self.dtype != torch.float32)
-
-
-def choose_machine(config: Config, asked: str = "as asked") -> Machine:
-    """Decides what is auto by what the machine has, never by a timing, and says it in a line."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    device = config.train.device
-    if device == "auto":
-        device = next(name for name in available if available[name])
-    elif not available[device]:
-        names = ", ".join(name for name in available if available[name])
-        raise ConfigError(f"train.device = {device} is not available here; available: {names}")
-    if config.train.dtype != "auto":
-        dtype, why = getattr(torch, config.train.dtype), asked
-    elif device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        dtype, why = torch.bfloat16, "the GPU computes it natively"
-    elif device == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()):
-        dtype, why = torch.bfloat16, "the processor multiplies it natively"
-    else:
-        dtype, why = torch.float32, "no units for bfloat16 here that would make it faster"
-    compile, reason = choose_compile(config, device, asked)
-    threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
-    say(f"device {device}{threads}; {str(dtype).removeprefix('torch.')} ({why}); {reason}")
-    return Machine(device, dtype, compile)
-
-
-def keep_freed_memory() -> None:
-    """Tells glibc to keep what is freed for the next step instead of handing it back to the system.
-
-    A step frees and takes the same large buffers again, and a page costs more to get than to use: without this a step
-    on a CPU takes up to five times as long. Elsewhere than on Linux nothing happens.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        trim_threshold, mmap_threshold = -1, -3  # from malloc.h
-        mallopt(mmap_threshold, 1 << 30)
-        mallopt(trim_threshold, (1 << 31) - 1)
-
-
-WORTH_COMPILING = 100e12  # operations of a whole run on a CPU: some minutes, of which compiling costs half a one
-
-
-def choose_compile(config: Config, device: str, asked: str) -> tuple[bool, str]:
-    train = config.train
-    if train.compile == "off":
-        return False, f"not compiled, {asked}"
-    installed = not compiler_missing()
-    if train.compile == "auto" and device != "cuda" and installed:
-        if device != "cpu":
-            return False, "not compiled: not worth its half minute on this device (--train.compile on)"
-        if config.model.kind != "decoder":
-            return False, "not compiled: pairs are of many lengths, and each would take its time (--train.compile on)"
-        if run_operations(config) < WORTH_COMPILING or 0 < train.max_minutes < 5:
-            return False, "not compiled: not worth its half minute in a run so short (--train.compile on)"
-    if installed and (device == "cuda" or compiler_works()):
-        how = {"on": f", {asked}", "auto": "" if device == "cuda" else ", which takes the first half minute"}
-        return True, f"compiled{how[train.compile]}"
-    problem = "the C++ compiler does not work" if installed else "there is no C++ compiler"
-    if train.compile == "on" and asked == "as asked":
-        raise ConfigError(f"train.compile = on needs a C++ compiler, g++ or clang++: {problem}")
-    return False, f"not compiled: {problem}" + ("; sums may round differently" if train.compile == "on" else "")
-
-
-def run_operations(config: Config) -> float:
-    """About how many a whole run takes: six for each parameter and token."""
-    with torch.device("meta"):
-        model = build_model(config.model.resolve(config.model.vocab_size or 1))
-    tokens = config.train.steps * config.train.batch_size * config.model.max_seq_len
-    return 6.0 * sum(parameter.numel() for parameter in model.parameters()) * tokens
-
 
 TRANSLATED = 1000  # pairs of a split that are translated at each evaluation
 SHOWN = 4  # of these are shown
-
-
-class Loss(nn.Module):
-    """The model and its loss in one module: what wraps it, compilation or many processes, sees one forward."""
-
-    def __init__(self, model: nn.Module, label_smoothing: float = 0.0):
-        super().__init__()
-        self.model, self.label_smoothing = model, label_smoothing
-
-    def forward(self, *batch: Tensor, reduction: str = "sum") -> Tensor:
-        """What the model's forward takes, in that order, then targets (B, T) -> the cross entropy in nats, float32, of
-        all targets but IGNORE: their sum, or with reduction "none" each (B * T,)."""
-        *inputs, targets = batch
-        return F.cross_entropy(
-            self.model(*inputs).flatten(0, 1).float(),
-            targets.flatten(),
-            ignore_index=IGNORE,
-            reduction=reduction,
-            label_smoothing=self.label_smoothing if self.training else 0.0,
-        )
+SKIPPED = 20  # steps in a row whose gradients float16 could not hold
 
 
 @dataclass
@@ -216,23 +161,52 @@ class State:
 
     step: int = 0
     tokens: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of training
+    other_seconds: float = 0.0  # of evaluations and of saving
+    pace: float = 0.0  # seconds a step, of late
+    paced: int = 0  # how many steps that is the average of
+    evaluation_seconds: float = 0.0  # of the last one, with what belongs to it
+    skipped: int = 0  # steps in a row that the loss scaler left out
     best_loss: float = math.inf
     best_step: int = 0
     metrics_bytes: int = 0
+    values: dict[str, float] | None = None  # what the last step gave
+    ungraded: dict[str, float] | None = None  # the same, if its evaluation is still to come
+    evaluated: int = 0  # the step of the last evaluation
+    wandb: str | None = None
+
+    def tick(self, seconds: float, window: int) -> None:
+        """Counts a step that took so long. The pace is an average over about the last `window`; steps that take many
+        times as long as one after them had something to prepare, such as compiling, and do not count."""
+        self.seconds += seconds
+        if seconds < self.pace / 8 or not self.paced:
+            self.pace, self.paced = seconds, 1
+        else:
+            self.paced = min(self.paced + 1, window)
+            self.pace += (seconds - self.pace) / self.paced
 
 
 class Trainer:
     """Everything that a step needs, put together once."""
 
+    peak = 0.0  # TFLOP/s that matrix products reach here at best, all processes together; 0: not measured
+
     def __init__(self, config: Config, run: Path | None, corpus: Corpus, machine: Machine):
         self.config, self.run, self.corpus, self.machine = config, run, corpus, machine
+        self.processes, self.leads = machine.processes, machine.processes.leads
         torch.manual_seed(config.train.seed)
-        self.model = build_model(config.model).to(machine.device)
+        self.model = build_model(config.model)
+        self.divided = self.processes.size > 1 and config.train.strategy == "fsdp"
+        if self.divided:
+            blocks = [module for module in self.model.modules() if isinstance(module, Block)]
+            self.processes.divide(self.model, blocks, machine.device)
+        self.model.to(machine.device)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.scaler = torch.amp.GradScaler(machine.device, enabled=machine.dtype == torch.float16)
         self.loss = Loss(self.model, config.optim.label_smoothing)
         self.training_loss = torch.compile(self.loss) if machine.compile else self.loss
+        if self.processes.size > 1 and not self.divided:
+            self.training_loss = self.processes.replicate(self.training_loss)
         self.graded = {"val": corpus.val} | ({"held_out": corpus.held_out} if corpus.held_out else {})
         size, seed, context = config.train.batch_size, config.train.seed, config.model.max_seq_len
         if corpus.pairs:
@@ -242,30 +216,32 @@ class Trainer:
         else:
             end_id = corpus.tokenizer.end_id if corpus.documents else None
             self.batches = Batches(corpus.train.tokens, context, size, seed, end_id)
-        self.state, self.pace = State(), Pace()
+        self.state = State()
 
     def step(self) -> dict[str, float]:
-        """One optimizer step: gradients of the mean over all targets of the batch, whatever the micro-batches."""
-        train, state = self.config.train, self.state
-        rate = learning_rate(self.config.optim, state.step, self.planned_steps())
+        """One optimizer step: gradients of the mean over all targets of the batch, whatever the micro-batches and
+        however many processes share them."""
+        config, state, size = self.config, self.state, self.machine.micro_batch_size
+        rate = learning_rate(config.optim, state.step, self.planned_steps())
         set_learning_rate(self.optimizer, rate)
-        batch = self.batches.batch(state.step)
+        batch = self.batches.batch(state.step)  # the whole of it in each process: it costs little
         n_target = int((batch[-1] != IGNORE).sum())
-        batch = [tensor.to(self.machine.device) for tensor in batch]
-        size, total = train.micro_batch_size or train.batch_size, torch.zeros((), device=self.machine.device)
-        for first in range(0, train.batch_size, size):
-            seed_everything(train.seed, state.step, first // size)  # dropout needs no saved state
-            with self.machine.autocast():
-                loss = self.training_loss(*(tensor[first : first + size] for tensor in batch))
-            self.scaler.scale(loss / max(n_target, 1)).backward()
+        total = torch.zeros((), device=self.machine.device)
+        own = range(self.processes.rank, config.train.batch_size // size, self.processes.size)
+        for place in own:
+            seed_everything(config.train.seed, state.step, place)  # dropout needs no saved state
+            rows = (tensor[place * size : (place + 1) * size].to(self.machine.device) for tensor in batch)
+            with exchange(self.training_loss, now=place == own[-1]):
+                with self.machine.autocast():
+                    loss = self.training_loss(*rows)
+                # Gradients are averaged over processes, where their sum is wanted.
+                self.scaler.scale(loss / (max(n_target, 1) / self.processes.size)).backward()
             total += loss.detach()
-        nats = total.item()
+        (nats,) = self.processes.sum(total.item())
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.grad_clip or math.inf).item()
-        if not math.isfinite(nats) or not (
-            math.isfinite(norm) or self.scaler.is_enabled()
-        ):  # the scaler skips the step
-            raise UserError(self.diverged(nats, norm))
+        limit = config.optim.grad_clip or math.inf
+        norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), limit)).item()
+        self.check(nats, norm)
         if n_target:  # without targets there is nothing to learn, and neither decay nor momentum may move a weight
             self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -273,47 +249,96 @@ class Trainer:
         state.step, state.tokens = state.step + 1, state.tokens + n_target
         return {"loss": nats / max(n_target, 1), "learning_rate": rate, "gradient_norm": norm}
 
-    def diverged(self, nats: float, norm: float) -> str:
-        what = f"the loss is {nats}" if not math.isfinite(nats) else f"the norm of the gradient is {norm}"
+    def check(self, nats: float, norm: float) -> None:
+        """Ends the run before a loss or a gradient that is not finite reaches the weights. float16 skips such a
+        gradient, and scales less the next time, which may not go on for ever."""
+        state = self.state
+        state.skipped = 0 if math.isfinite(norm) else state.skipped + 1
+        if not math.isfinite(nats):
+            self.fail(f"the loss is {nats}")
+        if not math.isfinite(norm) and not self.scaler.is_enabled():
+            self.fail(f"the norm of the gradient is {norm}")
+        if state.skipped >= SKIPPED:
+            what = f"the gradients of {SKIPPED} steps in a row were too large for float16"
+            self.fail(what, " or --train.dtype float32")
+
+    def fail(self, what: str, remedy: str = "") -> None:
+        """Ends the run, saying what to try; all processes come here. A checkpoint of this very step is useless, and is
+        set aside: the weights in it gave what is wrong."""
+        aside = set_aside(self.run, self.state.step, "diverged") if self.leads else None
+        note = f" (its checkpoint is set aside as {aside.name})" if aside else ""
         saved = checkpoints(self.run)
-        then = f"go on from {saved[-1].name}: python train.py --resume {self.run}" if saved else "try again with"
+        then = f"go on from {saved[-1].name}: {resume(self.run)}" if saved else "try again with"
         rate = self.config.optim.learning_rate / 3
-        return f"{what} at step {self.state.step}; {then} --optim.learning-rate {rate:.0e}"
+        raise UserError(f"{what} at step {self.state.step}{note}; {then} --optim.learning-rate {rate:.0e}{remedy}")
 
     def planned_steps(self) -> int:
         """Where the schedule ends: `steps`, or sooner if `max_minutes` comes first at the present pace."""
-        limit, state = self.config.train.max_minutes * 60, self.state
-        if not limit or not self.pace.seconds:
-            return self.config.train.steps
-        left = max(int((limit - state.seconds) / self.pace.seconds), 0)
-        return min(self.config.train.steps, state.step + left)
+        limit, state, config = self.config.train.max_minutes * 60, self.state, self.config.train
+        if not limit or not state.pace:
+            return config.steps
+        each = state.pace + (self.expected_evaluation() / config.eval_interval if config.eval_interval else 0.0)
+        left = limit - state.seconds - state.other_seconds - self.expected_evaluation()  # an evaluation ends the run
+        return min(config.steps, state.step + max(int(left / each), 0))
+
+    def expected_evaluation(self) -> float:
+        """About how many seconds an evaluation takes."""
+        return self.state.evaluation_seconds or self.state.pace * self.evaluation_steps()
+
+    def evaluation_steps(self) -> float:
+        """About as many steps as an evaluation takes before one was measured: a forward pass is a third of a step."""
+        graded = sum(len(split.tokens) for split in self.graded.values())
+        return graded / 3 * self.state.step / max(self.state.tokens, 1)
+
+    def seconds_left(self) -> float:
+        """About how long the rest takes, evaluations included."""
+        step, last, interval = self.state.step, self.planned_steps(), self.config.train.eval_interval
+        if step == last:
+            return 0.0
+        evaluations = last // interval - step // interval + (last % interval > 0) if interval else 1
+        return (last - step) * self.state.pace + evaluations * self.expected_evaluation()
+
+    def measure(self) -> None:
+        """Finds what the processes could compute at best, and what a target costs, so that progress tells the share."""
+        config, lengths = self.config.model, self.pairs["train"].lengths if self.corpus.pairs else None
+        length = config.max_seq_len if lengths is None else round(float(lengths.mean()))
+        self.token_flops = step_flops(self.model, 1, length) / length / 1e12
+        self.peak = matmul_peak(self.machine, rounds=3)[0] * self.processes.size
 
     def evaluate(self) -> dict[str, float]:
         """The loss over the whole validation split, and over the held-out combinations where the corpus has them; of
-        pairs also how well the first of each split are translated."""
-        train, context = self.config.train, self.config.model.max_seq_len
-        rows = train.micro_batch_size or max(train.batch_size, 4096 // context)  # many short windows at a time: faster
-        grades = {}
+        pairs also how well the first of each split are translated, which the first process tells."""
+        config, context, grades = self.config, self.config.model.max_seq_len, {}
+        # Many short windows at a time are faster.
+        rows = config.train.micro_batch_size or max(self.machine.micro_batch_size, 4096 // context)
         for name, split in self.graded.items():
             if self.corpus.pairs:
                 grades[name] = grade_pairs(self.loss, self.pairs[name], self.machine, rows)
             else:
                 grades[name] = grade(self.loss, split, self.corpus, self.machine, context, rows)
             if not math.isfinite(grades[name]["loss"]):
-                raise UserError(self.diverged(grades[name]["loss"], 0.0))
-            if self.corpus.pairs:
-                sources, texts, references = self.translations(name)
+                self.fail(f"the {name} loss is {grades[name]['loss']}")
+        if self.divided:
+            self.model.reshard()  # which a forward pass without a backward one leaves to be done
+        if self.corpus.pairs:
+            model = self.whole_model()
+            for name in self.graded if self.leads else ():
+                sources, texts, references = self.translations(name, model)
                 grades[name] |= compare(texts, references)
                 self.shown = list(zip(sources, texts, references, strict=True))[:SHOWN]
         return {f"{name}_{key}": value for name, values in grades.items() for key, value in values.items()}
 
     def sample(self) -> str:
-        """A few words of the model's own, from the start token; of pairs some translations that were just graded."""
+        """A few words of the model's own, from the start token; of pairs some translations that were just graded. Only
+        in the first process."""
         tokenizer = self.corpus.tokenizer
         if self.corpus.pairs:
-            return "\n".join(map(translation_line, self.shown))
+            return "\n".join(map(translation_line, self.shown)) if self.leads else ""
+        model = self.whole_model()
+        if not self.leads:
+            return ""
         (ids,) = generate(
-            self.model,
+            model,
             [[]],
             max_new_tokens=self.config.log.sample_tokens,
             temperature=0.8,
@@ -324,101 +349,128 @@ class Trainer:
         )
         return tokenizer.decode(ids)
 
-    def translations(self, split: str) -> tuple[list[str], list[str], list[str]]:
+    def translations(self, split: str, model: LanguageModel) -> tuple[list[str], list[str], list[str]]:
         """Of the first pairs of a split the sources, the model's greedy translations (in float32), and the targets."""
         pairs, tokenizer = self.pairs[split], self.corpus.tokenizer
-        texts = [tokenizer.decode(best.ids) for best in translate(self.model, pairs, tokenizer, TRANSLATED)]
+        texts = [tokenizer.decode(best.ids) for best in translate(model, pairs, tokenizer, TRANSLATED)]
         sources = [self.corpus.source_tokenizer.decode(pairs.source(row)) for row in range(len(texts))]
         return sources, texts, [tokenizer.decode(pairs.target(row)) for row in range(len(texts))]
 
-    def save(self, best: bool = False) -> Path:
-        """Writes a checkpoint. Raises `UserError` when the disk does not take it; the one before it stays whole."""
-        state = {
+    def whole_model(self) -> LanguageModel:
+        """The model with all its weights in the first process, in whose forward the others need not take part."""
+        if not self.divided:
+            return self.model
+        weights = whole_tensors(parameters_by_name(self.model), self.leads)
+        if not self.leads:
+            return self.model
+        with torch.random.fork_rng(devices=[]):
+            model = build_model(self.config.model)
+        load_weights(model, weights, self.run)
+        model = model.to(self.machine.device)
+        return model.train(self.model.training)
+
+    def save(self, settled: bool = True) -> Path:
+        """Writes a checkpoint; unless it is `settled`, its evaluation is to come, and until then the others stay.
+        Raises `UserError` when the disk does not take it; the one before it stays whole."""
+        if not self.finite():
+            self.fail("a weight is not finite")
+        keep = self.config.train.keep_checkpoints if settled else None
+        with self.saving():
+            folder = save_checkpoint(self.run, self.model, self.optimizer, self.remembered(), keep, self.leads)
+        self.processes.wait()  # nobody goes on, and perhaps ends, before it is written
+        return folder
+
+    def finite(self) -> bool:
+        """No weight has become infinite or NaN: what is saved can be gone on with."""
+        bad = sum(not bool(own_slice(weight.detach()).isfinite().all()) for weight in self.model.parameters())
+        return self.processes.sum(bad) == [0]
+
+    def settle(self) -> None:
+        """The newest checkpoint turned out well: notes what its evaluation gave, if any; older ones may go."""
+        if self.leads:
+            with self.saving():
+                keep, state = self.config.train.keep_checkpoints, self.state
+                if state.evaluated == state.step:
+                    settle_checkpoint(self.run, self.remembered(), keep, best=state.best_step == state.step)
+                else:
+                    prune(self.run, keep)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or str(error).partition("I/O error: ")[2] or error
+            raise UserError(
+                f"step {self.state.step} could not be saved in {self.run}: {reason}; when that is mended, go on with: "
+                f"{resume(self.run)}"
+            ) from None
+
+    def end(self) -> None:
+        """Takes leave of the other processes. What exchanges gradients goes first: as the last to hold the connection,
+        it would wait for a thread that waits for Python's lock, which it has."""
+        self.training_loss = None
+        gc.collect()
+        self.processes.end()
+
+    def remembered(self) -> dict:
+        """state.json: the counters, and what the numbers depend on besides them."""
+        machine = self.machine
+        return {
             **vars(self.state),
             "best_loss": None if math.isinf(self.state.best_loss) else self.state.best_loss,
             "scaler": self.scaler.state_dict(),
             "machine": {
-                "device": self.machine.device,
-                "dtype": str(self.machine.dtype).removeprefix("torch."),
-                "compile": "on" if self.machine.compile else "off",
+                "device": machine.device,
+                "dtype": str(machine.dtype).removeprefix("torch."),
+                "compile": "on" if machine.compile else "off",
+                "micro_batch_size": machine.micro_batch_size,
             },
+            "processes": self.processes.size,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "corpus": self.corpus.key,
+            "tokenizers": self.tokenizers(),
+            "config": self.config.model_dump(),
         }
-        try:
-            keep = self.config.train.keep_checkpoints
-            return save_checkpoint(self.run, self.model, self.optimizer, state, keep, best)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"step {self.state.step} could not be saved in {self.run}: {error}") from None
+
+    def tokenizers(self) -> dict[str, str]:
+        """Their fingerprints, by the folder of each."""
+        own = {"source_tokenizer": self.corpus.source_tokenizer} if self.config.model.source_vocab_size else {}
+        return {name: kept.fingerprint for name, kept in {"tokenizer": self.corpus.tokenizer, **own}.items()}
 
     def restore(self, folder: Path, weights: Tensors, tensors: Tensors, state: dict) -> None:
         """Goes back to a checkpoint: weights, optimizer, counters, and metrics.jsonl as long as it was then."""
         load_weights(self.model, weights, folder)
-        load_optimizer(self.model, self.optimizer, tensors)
+        load_optimizer(self.model, self.optimizer, tensors, folder)
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        if state["threads"] != torch.get_num_threads():
-            say(f"note: {torch.get_num_threads()} threads instead of {state['threads']}; sums may round differently")
-        self.state = State(**{name: state[name] for name in vars(self.state)})
+        self.tell_differences({**state["machine"], **state})
+        self.state = State(**{name: state[name] for name in vars(self.state) if name in state})
         self.state.best_loss = math.inf if self.state.best_loss is None else self.state.best_loss
-        self.cut_metrics()
-        link(self.run, "last", folder)  # a kill may have come between saving and linking
-        if self.state.best_step == self.state.step:
-            link(self.run, "best", folder)
+        best = self.run / f"step-{self.state.best_step:06d}"
+        gone = best != folder and self.state.best_step and self.processes.leader(lambda: why_unreadable(best))
+        if gone:
+            say(f"note: {gone}; that was the best checkpoint, and the best of those to come takes its place")
+            self.state.best_loss, self.state.best_step = math.inf, 0
+        if self.leads:
+            cut_metrics(self.run, self.state.metrics_bytes, self.state.step - (self.state.ungraded is not None))
+            link(self.run, "last", folder)  # a kill may have come between saving and linking
+            if gone:
+                (self.run / "best").unlink(missing_ok=True)
+            elif self.state.best_step:
+                link(self.run, "best", best)
 
-    def cut_metrics(self) -> None:
-        """Ends metrics.jsonl where the checkpoint was written; if it has lost lines since, after the last whole one."""
-        file, size = self.run / "metrics.jsonl", self.state.metrics_bytes
-        file.touch()
-        if file.stat().st_size < size:
-            say(f"note: {file} has lost lines")
-            size = file.read_bytes().rfind(b"\n") + 1
-        os.truncate(file, size)
-
-
-@torch.no_grad()
-def grade(loss: Loss, split: Split, corpus: Corpus, machine: Machine, context: int, rows: int) -> dict[str, float]:
-    """The loss over a split, `rows` windows of `context` tokens at a time: nats per token, bits per byte of text.
-
-    Where the entropy of the text under its grammar is known, it is the "floor", in nats per token, and the nats of a
-    document are also told by language.
-    """
-    tokens, n_bytes, n_targets, end_id = split.tokens, split.n_bytes, len(split.tokens), corpus.tokenizer.end_id
-    if not corpus.documents:  # the first token is not a target
-        n_bytes, n_targets, end_id = n_bytes - len(corpus.tokenizer.piece(int(tokens[0]))), n_targets - 1, None
-    is_korean = korean_tokens(tokens, corpus.tokenizer) if split.floor else None
-    nats = korean = 0.0
-    was_training = loss.training
-    loss.eval()  # the model in it too: no dropout, no label smoothing
-    for inputs, targets, places in validation_windows(tokens, context, rows, end_id):
-        with machine.autocast():
-            losses = loss(inputs.to(machine.device), targets.to(machine.device), reduction="none").cpu()  # 0 if padded
-        nats += losses.sum().item()
-        if is_korean is not None:
-            korean += losses[torch.from_numpy(is_korean[places.numpy()]).flatten()].sum().item()
-    loss.train(was_training)
-    values = {"loss": nats / n_targets, "bits_per_byte": nats / math.log(2) / max(n_bytes, 1)}
-    if split.floor:
-        values["floor"] = sum(split.floor[:2]) / n_targets
-        values["english"], values["korean"] = (nats - korean) / split.n_documents, korean / split.n_documents
-    return values
-
-
-@torch.no_grad()
-def grade_pairs(loss: Loss, pairs: Pairs, machine: Machine, rows: int) -> dict[str, float]:
-    """The loss over the targets of a split, `rows` pairs at a time, in nats per token."""
-    nats, n_targets = torch.zeros((), dtype=torch.float64), 0
-    was_training = loss.training
-    loss.eval()
-    order = pairs.by_length()
-    for first in range(0, len(order), rows):
-        batch = pairs.batch(order[first : first + rows])
-        n_targets += int((batch[-1] != IGNORE).sum())
-        with machine.autocast():
-            nats += loss(*(tensor.to(machine.device) for tensor in batch)).double().cpu()
-    loss.train(was_training)
-    return {"loss": nats.item() / n_targets}
+    def tell_differences(self, before: dict) -> None:
+        """Says on what else the numbers depend and is not as before."""
+        now, before = self.remembered(), {"micro_batch_size": None, "processes": 1, **before}
+        now |= now["machine"]
+        for what in ("threads", "processes", "torch"):
+            if now[what] != before[what]:
+                say(f"note: {what}: {now[what]} instead of {before[what]}; sums may round differently")
+        if before["micro_batch_size"] not in (None, now["micro_batch_size"]):
+            rows = now["micro_batch_size"]
+            say(f"note: micro-batches of {rows} instead of {before['micro_batch_size']}; dropout draws differently")
 
 
 def pairs_of(split: Split, corpus: Corpus, context: int, name: str) -> Pairs:
@@ -427,230 +479,81 @@ def pairs_of(split: Split, corpus: Corpus, context: int, name: str) -> Pairs:
     return Pairs(split.sources, split.tokens, *end_ids, context, name)
 
 
-def korean_tokens(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """For each token of some stories whether it stands in a Korean line: each second one, of an even number."""
-    line_ends = np.array([piece.count(b"\n") for piece in tokenizer.pieces])
-    line_ends[tokenizer.end_id] = 1
-    ends = line_ends[tokens]
-    return (np.cumsum(ends) - ends) % 2 == 1
-
-
 def seed_everything(*numbers: int) -> None:
     """Seeds torch from a tuple of numbers, each of which counts."""
     torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))
 
 
-class Interruption:
-    """SIGINT and SIGTERM ask for an end after the step; a second one ends at once."""
-
-    def __init__(self):
-        self.signal: signal.Signals | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.note)
-
-    def note(self, number: int, frame) -> None:
-        self.signal = signal.Signals(number)
-        with contextlib.suppress(OSError):  # not print, which may be what was interrupted
-            os.write(2, f"\n{self.signal.name}: finishing the step and saving; once more ends at once\n".encode())
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-
-
-class Log:
-    """Progress for people, metrics.jsonl for programs, Weights & Biases on request."""
-
-    def __init__(self, trainer: Trainer, wandb):
-        self.trainer, self.wandb = trainer, wandb
-        self.file = (trainer.run / "metrics.jsonl").open("a", encoding="utf-8")
-        self.live = sys.stdout.isatty()
-
-    def record(self, values: dict[str, float]) -> None:
-        state = self.trainer.state
-        values = {key: value if math.isfinite(value) else None for key, value in values.items()}  # JSON has no Infinity
-        self.file.write(json.dumps({"step": state.step, **values, "tokens": state.tokens}) + "\n")
-        self.file.flush()
-        state.metrics_bytes = self.file.tell()
-        if self.wandb:
-            self.wandb.log(values, step=state.step)
-
-    def progress(self, values: dict[str, float]) -> None:
-        trainer, step, steps = self.trainer, self.trainer.state.step, self.trainer.planned_steps()
-        tokens = trainer.state.tokens / step  # of a step, on average: batches of pairs differ
-        line = (
-            f"step {step:,}/{steps:,} · loss {values['loss']:.4f} · {tokens / trainer.pace.seconds:,.0f} tokens/s · "
-            f"{duration(trainer.pace.seconds * (steps - step))} left"
-        )
-        say(f"\r\x1b[K{line}" if self.live else line, end="" if self.live and step < steps else "\n")
-
-    def say(self, text: str) -> None:
-        say(f"\r\x1b[K{text}" if self.live else text)
-
-    def close(self) -> None:
-        self.file.close()
-        if self.wandb:
-            self.wandb.finish()
-
-
-def duration(seconds: float) -> str:
-    minutes = int(seconds + 0.5) // 60
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes} min {int(seconds + 0.5) % 60} s" if minutes else f"{seconds:.0f} s"
-
-
 def train(trainer: Trainer, log: Log) -> None:
-    """The loop: step, tell, evaluate, save; until the steps, the time or the patience of the user end."""
-    config, state = trainer.config, trainer.state
-    interruption = Interruption()
-    clock = time.perf_counter()
-    while state.step < (total := trainer.planned_steps()) and interruption.signal is None:
-        values = trainer.step()
-        now = time.perf_counter()
-        state.seconds, clock, taken = state.seconds + now - clock, now, now - clock
-        trainer.pace.add(taken)
-        last = state.step >= trainer.planned_steps()  # a slow step may have brought the end of max_minutes nearer
-        evaluating = last or due(state.step, config.train.eval_interval)
-        if last or due(state.step, config.log.interval) or evaluating:
-            if evaluating:
-                values |= evaluate(trainer, log)
+    """The loop: step, save, evaluate, tell; until the steps, the time or the patience of the user end.
+
+    What is saved before an evaluation says that it is still to come, and resuming begins with it: so nothing that
+    happens meanwhile can lose a step.
+    """
+    config, state, processes = trainer.config, trainer.state, trainer.processes
+    interruption, ended = Interruption(), 0
+    if state.ungraded is not None:
+        evaluate(trainer, log)
+    total, unproven = trainer.planned_steps(), False
+    while state.step < total and not ended:
+        clock = time.perf_counter()
+        state.values = values = trainer.step()
+        taken, ended = processes.max(time.perf_counter() - clock, interruption.signal)
+        state.tick(taken, window=max(20, total // 10))
+        if unproven:  # the weights last saved gave a finite loss
+            trainer.settle()
+            unproven = False
+        total = trainer.planned_steps()  # a slow step may have brought the end of max_minutes nearer
+        evaluating = state.step >= total or due(state.step, config.train.eval_interval)
+        if evaluating:
+            state.ungraded = values
+        elif due(state.step, config.log.interval):
             log.record(values)
             log.progress(values)
-        best = evaluating and state.best_step == state.step
-        if last or best or due(state.step, config.train.checkpoint_interval) or interruption.signal:
-            trainer.save(best)
-        clock = time.perf_counter()  # evaluation and saving are not training time
-    if interruption.signal and state.step < total:
-        log.say(f"stopped at step {state.step}, saved; go on with: python train.py --resume {trainer.run}")
-        sys.exit(128 + interruption.signal)
+        if evaluating or ended or due(state.step, config.train.checkpoint_interval):
+            clock = time.perf_counter()
+            log.flush()
+            trainer.save(settled=False)
+            unproven = not evaluating
+            state.other_seconds += processes.max(time.perf_counter() - clock)[0]
+        if evaluating and not ended:
+            evaluate(trainer, log)
+            (ended,) = processes.max(interruption.signal)
+    if ended and (state.step < total or state.ungraded):
+        log.draw()
+        log.say(f"stopped at step {state.step}, saved; go on with: {resume(trainer.run)}")
+        trainer.end()
+        sys.exit(128 + int(ended))
 
 
-def evaluate(trainer: Trainer, log: Log) -> dict[str, float]:
-    """Validates, tells, and shows what the model writes by now."""
-    values, state = trainer.evaluate(), trainer.state
+def evaluate(trainer: Trainer, log: Log) -> None:
+    """Grades the checkpoint just written, and tells: of this step everything at once."""
+    state, clock = trainer.state, time.perf_counter()
+    values = state.ungraded | trainer.evaluate()
     better = values["val_loss"] < state.best_loss
     if better:
         state.best_loss, state.best_step = values["val_loss"], state.step
-    for line in evaluation_lines(values, trainer.graded, state.step, better):
+    for line in evaluation_lines(values, trainer.graded, state.step, better) if trainer.leads else ():
         log.say(line)
     if trainer.config.log.sample_tokens:
-        say(textwrap.indent(trainer.sample().strip(), "  | "))
-    return values
+        log.say(textwrap.indent(trainer.sample().strip(), "  | "))
+    log.record(values)
+    state.ungraded, state.evaluated = None, state.step
+    log.flush()
+    log.draw()
+    (state.evaluation_seconds,) = trainer.processes.max(time.perf_counter() - clock)
+    state.other_seconds += state.evaluation_seconds
+    trainer.settle()
+    log.progress(values)
 
 
-def translation_marks(values: dict[str, float]) -> str:
-    """The scores of translations in words, BLEU only where there is one."""
-    marks = f"{values['exact']:.2%} exactly right, chrF {values['chrf']:.1f}"
-    return marks if math.isnan(values["bleu"]) else f"{marks}, BLEU {values['bleu']:.1f}"
-
-
-def translation_line(row: tuple[str, str, str]) -> str:
-    """A source, its translation, and the right one if that is another."""
-    source, text, right = row
-    return f"{source} → {text}" + ("" if text == right else f"  (right: {right})")
-
-
-def evaluation_lines(values: dict[str, float], splits: dict[str, Split], step: int, better: bool) -> Iterator[str]:
-    """What an evaluation of some splits found, in lines."""
-    indent, titles = " " * len(f"step {step:,} "), {"val": "validation", "held_out": "held-out combinations"}
-    for name, split in splits.items():
-        loss = values[f"{name}_loss"]
-        line = f"{titles[name]} {loss:.4f} nats/token"
-        if split.sources is not None:
-            line += f", {translation_marks({key: values[f'{name}_{key}'] for key in ('exact', 'chrf', 'bleu')})}"
-        else:
-            bits = values[f"{name}_bits_per_byte"]
-            line += f", {bits:.4f} bits/byte"
-            if split.floor:
-                floor = values[f"{name}_floor"]
-                line += f" (floor {floor:.4f}, {bits * floor / loss:.4f})"
-        if name == "val":
-            yield f"step {step:,} · {line}{' · best so far' if better else ''}"
-        else:
-            yield f"{indent}· {line}"
-        if split.floor:
-            english, korean, knowing = (nats / split.n_documents for nats in split.floor)
-            line = (
-                f"nats per story: English {values[f'{name}_english']:.2f} (floor {english:.2f}), "
-                f"Korean {values[f'{name}_korean']:.2f} ({korean:.2f})"
-            )
-            yield f"{indent}  {line}; {knowing:.2f} for one who knows what is held out"
-
-
-class Pace:
-    """Seconds a step, averaged over about the last twenty; the first, with its warming up, does not count for long."""
-
-    def __init__(self):
-        self.seconds = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.seconds = 0.95 * self.seconds + 0.05 * seconds if 0 < self.seconds < 2 * seconds else seconds
+def resume(run: Path) -> str:
+    """The command that goes on with a run."""
+    return f"python train.py --resume {shlex.quote(str(run))}"
 
 
 def due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
-
-
-def import_wandb(config: Config):
-    """The package, if it is asked for."""
-    if config.log.wandb == "disabled":
-        return None
-    try:
-        import wandb
-    except ImportError:
-        raise ConfigError(f"log.wandb = {config.log.wandb} needs a package: pip install wandb") from None
-    return wandb
-
-
-def start_wandb(wandb, config: Config, run: Path):
-    """The Weights & Biases run, or None. Never asks for anything: without a key it logs offline."""
-    if wandb is None:
-        return None
-    mode = config.log.wandb
-    if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
-        say("Weights & Biases: no key on this machine, logging offline")
-        mode = "offline"
-    settings = wandb.Settings(console="off", silent=True, init_timeout=10)
-    options = {"project": config.log.wandb_project, "name": run.name, "dir": run, "config": config.model_dump()}
-    try:
-        return wandb.init(mode=mode, settings=settings, **options)
-    except wandb.Error as error:
-        say(f"Weights & Biases: {error}; logging offline")
-        return wandb.init(mode="offline", settings=settings, **options)
-
-
-def check_free(run: Path) -> None:
-    """Raises `ConfigError` if the folder of a new run holds anything."""
-    if run.exists() and (not run.is_dir() or any(run.iterdir())):
-        hint = f"go on with it: --resume {run}; or " if (run / "config.toml").exists() else ""
-        raise ConfigError(f"train.run_dir = {run} is in use already; {hint}choose another")
-
-
-def new_run(config: Config, name: str) -> Path:
-    """Creates the folder of a new run: the one asked for, or the next free runs/NAME, runs/NAME-2, ..."""
-    if config.train.run_dir is not None:
-        run = Path(config.train.run_dir)
-        try:
-            run.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"train.run_dir = {run} cannot be made: {error.strerror}") from None
-        return run
-    for number in range(1, 10_000):
-        run = Path("runs") / (name if number == 1 else f"{name}-{number}")
-        try:
-            run.mkdir(parents=True)
-            return run
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ConfigError(f"the run folder {run} cannot be made: {error.strerror}") from None
-    raise ConfigError(f"runs/{name} to runs/{name}-9999 are all in use; clear some away, or give train.run_dir")
-
-
-def write_config(config: Config, run: Path) -> None:
-    """Writes the run's config.toml, whole or not at all: without it the run could not be read any more."""
-    fresh = run / ".config.toml"
-    fresh.write_text(to_toml(config), "utf-8")
-    fresh.replace(run / "config.toml")
 
 
 def describe(trainer: Trainer) -> None:
@@ -673,6 +576,7 @@ def describe(trainer: Trainer) -> None:
         f"{steps:,} steps of {size} {what} = {passes:.1f} passes over {n_train:,} training {what}; "
         f"validation on {n_val:,}"
     )
+    say(f"peak, what matrix products reach here: {trainer.peak:.3g} TFLOP/s")
     if corpus.pairs and any(pairs.n_left_out for pairs in trainer.pairs.values()):
         counts = ", ".join(f"{pairs.n_left_out:,} of {name}" for name, pairs in trainer.pairs.items())
         say(f"note: pairs longer than model.max_seq_len are left out: {counts}")
@@ -701,46 +605,27 @@ def resolve_model(model: ModelConfig, corpus: Corpus) -> ModelConfig:
     return model
 
 
-def as_before(config: Config, state: dict) -> Config:
+def as_before(config: Config, state: dict, processes: Processes) -> Config:
     """What auto became when the run began, where this machine has it: another choice would round differently."""
-    before = state["machine"]
+    before, train = state["machine"], config.train
     available = before["device"] == "cpu" or getattr(torch, before["device"]).is_available()
-    if config.train.device == "auto" and not available:
+    if train.device == "auto" and not available:
         say(f"note: the run began on {before['device']}, which is not available here")
         return config
-    auto = {name: before[name] for name in ("device", "dtype", "compile") if getattr(config.train, name) == "auto"}
-    return config.model_copy(update={"train": config.train.model_copy(update=auto)})
-
-
-def newest_checkpoint(run: Path) -> tuple[Path, Tensors, Tensors, dict] | None:
-    """The newest checkpoint of a run that can be read, and what it holds; says which could not. None: there is none.
-
-    Raises `UserError` when there are checkpoints and all are damaged.
-    """
-    for folder in reversed(checkpoints(run)):
-        try:
-            return folder, *read_checkpoint(folder)
-        except UserError as error:
-            say(f"note: {error}; going back to the checkpoint before it")
-            damaged = error
-    if checkpoints(run):
-        raise damaged
-    return None
-
-
-@contextlib.contextmanager
-def enough_memory(remedy: str = "train.micro_batch_size, or the sizes in [model]") -> Iterator[None]:
-    """Raises `UserError` when there was not enough, saying what to lower."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:  # torch has no class of its own for this on a CPU
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise
-        raise UserError(f"there is not enough memory; lower {remedy}") from None
+    asked = state.get("config", {}).get("train", {})
+    auto = {}
+    for name in ("device", "dtype", "compile"):
+        if asked.get(name, "auto") == getattr(train, name) == "auto":
+            auto[name] = before[name]
+    size = before.get("micro_batch_size")
+    was_auto = train.micro_batch_size is None and asked.get("micro_batch_size") is None
+    if was_auto and size and train.batch_size % (size * processes.size) == 0:
+        auto["micro_batch_size"] = size
+    return config.model_copy(update={"train": train.model_copy(update=auto)})
 
 
 def main(request: Request) -> None:
-    with enough_memory():
+    with enough_memory(), noticing_the_end_of_others():
         run(request)
 
 
@@ -748,49 +633,102 @@ def run(request: Request) -> None:
     """From the request to a finished run, in order."""
     config = request.config
     keep_freed_memory()
-    if request.resume is None and config.train.run_dir is not None:
-        check_free(Path(config.train.run_dir))
+    if request.resume is None and config.train.run_dir is not None and "TORCHELASTIC_RUN_ID" not in os.environ:
+        check_free(Path(config.train.run_dir))  # before the text is prepared, which may take long
     wandb = import_wandb(config)
     corpus = prepare(config.data, pairs=config.model.kind == "encoder_decoder")
-    saved = request.resume and newest_checkpoint(request.resume)
-    if saved and saved[-1]["corpus"] != corpus.key:
-        raise UserError(
-            f"data.source = {config.data.source} is another text than {request.resume} was trained on; "
-            f"give that text, or start a new run"
-        )
     config = config.model_copy(update={"model": resolve_model(config.model, corpus)})
-    machine = choose_machine(as_before(config, saved[-1]), "as before") if saved else choose_machine(config)
+    processes = Processes.started()
+    if processes.leader(lambda: (corpus.key, config)) != (corpus.key, config):
+        raise OneProcessError("this process was given another text or other options than the first one")
+    (restarts,) = processes.max(from_torchrun("TORCHELASTIC_RESTART_COUNT"))
+    resumed = request.resume or processes.leader(lambda: restarted_run(config) if restarts else None)
     if not corpus.documents:
         check_length(corpus.val.tokens, config.model.max_seq_len, "val")
-    trainer = Trainer(config, request.resume, corpus, machine)
-    if saved and saved[-1]["step"] > config.train.steps:
-        raise ConfigError(f"train.steps = {config.train.steps}: the run is at step {saved[-1]['step']} already")
-    folder = request.resume or new_run(config, request.name)
-    write_config(config, folder)  # first, so that whatever happens next the folder is a run that can be resumed
-    trainer.run = folder
+    with ExitStack() as stack:
+        saved = None
+        if resumed:
+            processes.leader(lambda: stack.enter_context(locked(resumed)))
+            saved = newest_checkpoint(resumed, processes)
+            if not saved:
+                say(f"note: {resumed} has no checkpoint yet, and starts from the beginning")
+        if saved:
+            check_restored(request, resumed, config, corpus, saved[-1])
+            machine = choose_machine(as_before(config, saved[-1], processes), "as before", processes)
+        else:
+            machine = choose_machine(config, processes=processes)
+        trainer = Trainer(config, resumed, corpus, machine)
+        if resumed is None:
+            trainer.run = processes.leader(lambda: new_run(config, request.name))
+            processes.leader(lambda: stack.enter_context(locked(trainer.run)))
+            processes.leader(lambda: check_free(trainer.run))  # another process may have been faster
+        begin(trainer, saved)
+        resuming, saved = saved is not None, None  # which is as large as the model and its optimizer
+        state = trainer.state
+        if resuming and is_finished(trainer):
+            more = "steps N" if state.step == config.train.steps else "max-minutes M"
+            say(f"{trainer.run} is finished; to go on: {resume(trainer.run)} --train.{more}")
+            return trainer.end()
+        if trainer.leads:
+            write_whole(trainer.run / "config.toml", to_toml(config))
+        trainer.measure()
+        describe(trainer)
+        log = Log(trainer, start_wandb(wandb, trainer) if processes.leads else None)
+        try:
+            train(trainer, log)
+        finally:
+            log.close()
+    best = f"best {state.best_loss:.4f} at step {state.best_step}"
+    say(f"done in {duration(state.seconds)} of training; validation loss {best}")
+    source = " --prompt TEXT" if corpus.pairs else ""
+    say(f"read it: python sample.py {shlex.quote(str(trainer.run))}{source}")
+    trainer.end()
+
+
+def is_finished(trainer: Trainer) -> bool:
+    """Nothing is left to be done of a resumed run. A step that was not its last, and is now, is to be evaluated."""
+    state = trainer.state
+    if state.step < trainer.planned_steps() or state.ungraded is not None:
+        return False
+    if state.evaluated == state.step or state.values is None:
+        return True
+    state.ungraded = state.values
+    if trainer.leads:
+        cut_metrics(trainer.run, state.metrics_bytes, state.step - 1)
+    return False
+
+
+def check_restored(request: Request, run: Path, config: Config, corpus: Corpus, state: dict) -> None:
+    """Raises `UserError` for a checkpoint that this configuration and this text cannot go on from."""
+    if state["corpus"] != corpus.key:
+        raise UserError(
+            f"data.source = {config.data.source} is another text than {run} was trained on; "
+            f"give that text, or start a new run"
+        )
+    if "config" in state and request.old:  # config.toml may have been edited by hand
+        tell_changes(state["config"], request.old.model_dump(), " when the checkpoint was written")
+    if state["step"] > config.train.steps:
+        raise ConfigError(f"train.steps = {config.train.steps}: the run is at step {state['step']} already")
+
+
+def begin(trainer: Trainer, saved: tuple[Path, Tensors, Tensors, dict] | None) -> None:
+    """Makes the folder a run that can be resumed whatever happens next; brings back what a checkpoint `saved`."""
+    config, corpus, folder = trainer.config, trainer.corpus, trainer.run
+    if trainer.leads:
+        mark_launch(folder)
+        if not (folder / "config.toml").exists():
+            write_whole(folder / "config.toml", to_toml(config))
+        keep_tokenizer(corpus.tokenizer, folder / "tokenizer")
+        if config.model.source_vocab_size is not None:
+            keep_tokenizer(corpus.source_tokenizer, folder / "source_tokenizer")
     if saved:
         trainer.restore(*saved)
-        if trainer.state.step == config.train.steps:
-            say(f"{folder} is finished; to go on: python train.py --resume {folder} --train.steps N")
-            return loss_curve(folder / "metrics.jsonl", folder / "loss.png")
         say(f"going on with {folder} from step {trainer.state.step}")
-    else:
-        corpus.tokenizer.save(folder / "tokenizer")
-        if config.model.source_vocab_size is not None:
-            corpus.source_tokenizer.save(folder / "source_tokenizer")
+    elif trainer.leads:
         (folder / "metrics.jsonl").write_bytes(b"")
-    describe(trainer)
-    log = Log(trainer, start_wandb(wandb, config, folder))
-    try:
-        train(trainer, log)
-    finally:
-        log.close()
-        loss_curve(folder / "metrics.jsonl", folder / "loss.png")
-    best = f"best {trainer.state.best_loss:.4f} at step {trainer.state.best_step}"
-    say(f"done in {duration(trainer.state.seconds)} of training; validation loss {best}")
-    source = " --prompt TEXT" if trainer.corpus.pairs else ""
-    say(f"read it: python sample.py {shlex.quote(str(folder))}{source}")
 
 
 if __name__ == "__main__":
+    # Among many processes one that waits for others would not come to run a handler.
+    on_interrupt(signal.SIG_DFL if "TORCHELASTIC_RUN_ID" in os.environ else signal.default_int_handler)
     command(main)(REQUEST)

@@ -72,6 +72,22 @@ def read_toml(path: str | Path, saved: bool = False) -> Config:
         raise ConfigError(f"{path}: {error}") from None
 
 
+def flatten(values: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Nested options under their full names."""
+    for key, value in values.items():
+        yield from flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+
+
+def differences(old: dict, new: dict) -> Iterator[tuple[str, object, object]]:
+    """Each option of which two nested tables have different values, and both; one that `old` has not yet is no
+    difference, and a list that was read is the tuple that was written."""
+    old = dict(flatten(old))
+    for option, after in flatten(new):
+        before = old.get(option, after)
+        if before != after and [before] != [list(after) if isinstance(after, tuple) else after]:
+            yield option, before, after
+
+
 def override(config: Config, argv: Sequence[str], prog: str | None = None, description: str | None = None) -> Config:
     """`config` with the options in `argv` (without a preset) changed, and checked together. Raises `ConfigError`.
 

@@ -262,15 +262,15 @@ class TrainConfig(Section):
     steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""
     max_minutes: NonNegativeFloat = 0.0
-    """End in this many minutes of training, with the schedule complete; 0: no limit."""
+    """End in so many minutes from the first step on, evaluations included, with the schedule complete; 0: no limit."""
     batch_size: PositiveInt = 32
-    """Sequences of a step."""
+    """Sequences of a step, all processes together."""
     micro_batch_size: PositiveInt | None = None
-    """Sequences of one forward and backward pass; divides batch_size. Omitted: batch_size."""
+    """Sequences of one forward and backward pass of one process; divides batch_size. Omitted: each makes one."""
     eval_interval: NonNegativeInt = 250
     """Steps between validations over the whole split (one always ends the run); 0: only at the end."""
     checkpoint_interval: NonNegativeInt = 250
-    """Steps between checkpoints (one always ends the run); 0: only at the end."""
+    """Steps between checkpoints, besides one before each validation; 0: no others."""
     keep_checkpoints: PositiveInt = 2
     """How many of the newest checkpoints stay; the best one always does."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -282,12 +282,17 @@ class TrainConfig(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile, which needs a C++ compiler. auto: on a CUDA GPU, and where a decoder trains for
     minutes on a CPU."""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """How several processes (torchrun) share a model: ddp, each holds all of it; fsdp (FSDP2), each a slice of all
+    weights, gradients and moments."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.micro_batch_size and self.batch_size % self.micro_batch_size:
+        if self.micro_batch_size and (over := self.batch_size % self.micro_batch_size):
+            sizes = self.batch_size - over, self.batch_size - over + self.micro_batch_size
             raise ValueError(
-                f"batch_size = {self.batch_size} must be a multiple of micro_batch_size = {self.micro_batch_size}"
+                f"batch_size = {self.batch_size} must be a multiple of micro_batch_size = {self.micro_batch_size}; the "
+                f"nearest: {' and '.join(str(size) for size in sizes if size)}"
             )
         return self
 

@@ -18,20 +18,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
-from config.errors import ConfigError, UserError, command
+from config.errors import ConfigError, UserError, command, from_torchrun
 from config.schema import DataConfig
 from data.sources import PAIR_SOURCES, Document, Source, checksum, open_source
 from data.tokenizer import Tokenizer, last_cut, load_tokenizer, train_tokenizer
 
 CACHE = Path("data/cache")
+WAIT = 3  # seconds after which it is said that another process prepares
 FORMAT = 3  # to be raised when the same text and settings come to mean other files
 WORKERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 PART = 2**16  # characters, about, of a long text that are encoded at a time
@@ -91,6 +93,33 @@ def prepare(config: DataConfig, pairs: bool = False, cache_dir: str | Path = CAC
         settings["bpe_vocab_size"] = config.bpe_vocab_size
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     folder = Path(cache_dir) / f"{source.name}-{key}"
+    with _alone(folder):
+        return _prepare_alone(config, pairs, source, settings, folder)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Within, no other process prepares the same: of many that want it at once, one does, and the others find it."""
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"), is_singleton=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=WAIT)
+        except Timeout:
+            _say(f"another process prepares {folder}; waiting for it")
+            lock.acquire()
+    except (OSError, NotImplementedError):  # nowhere to write, and perhaps nothing to prepare; or no locks there
+        yield
+        return
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            Path(lock.lock_file).unlink()
+        lock.release()
+
+
+def _prepare_alone(config: DataConfig, pairs: bool, source: Source, settings: dict, folder: Path) -> Corpus:
     damage = _damage(folder) if folder.exists() else "is not there"
     if damage is None:
         fetched = source.identity.keys() & {"url", "hub"}
@@ -468,7 +497,8 @@ class Progress:
 
 
 def _say(line: str) -> None:
-    print(f"data: {line}", file=sys.stderr)
+    if from_torchrun("LOCAL_RANK") == 0:
+        print(f"data: {line}", file=sys.stderr)
 
 
 # The folder

@@ -11,12 +11,13 @@ where they like. Text can spell "<|endoftext|>" as it can spell anything: only t
 import base64
 import codecs
 import difflib
+import hashlib
 import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,12 @@ class Tokenizer:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(json.dumps({"name": self.name} | self._save(folder)), "utf-8")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A checksum of all that text and ids depend on: tokenizers that differ have different ones."""
+        parts = (self.name, self.end_id, getattr(self, "pattern", ""), list(self.pieces))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _save(self, folder: Path) -> dict:
         """What the kind needs beside its name: small things returned, large ones written into `folder`."""
@@ -191,6 +198,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             return CharTokenizer(saved["alphabet"])
         lines = (folder / "ranks.tiktoken").read_bytes().splitlines()
         ranks = {base64.b64decode(piece): int(rank) for piece, rank in map(bytes.split, lines)}
+        if not len(lines) == len(ranks) == len(set(ranks.values())):
+            raise ValueError("a piece or an id comes twice")  # of which tiktoken would panic
         return BPETokenizer(name, ranks, **saved)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import bench
-import train
+import progress
 from checkpoint import load_model
 from data.prepare import prepare
 from data.stories import minimal_pairs
@@ -29,7 +29,7 @@ def run(tmp_path_factory):
     place = Place(tmp_path_factory.mktemp("bench"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place.folder)
-        patch.setattr(train, "loss_curve", lambda *arguments: None)
+        patch.setattr(progress, "loss_curve", lambda *arguments: None)
         data = {"source": "stories", "tokenizer": "bpe", "bpe_vocab_size": 500, "max_tokens": 30_000}
         place.write_preset(data=data, model={"max_seq_len": 64}, train={"steps": 20, "eval_interval": 20})
         place.train()
@@ -139,7 +139,7 @@ def test_mistakes_are_sentences(words, message, capsys, tmp_path, monkeypatch):
 
 def test_a_run_on_another_text_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "loss_curve", lambda *arguments: None)
+    monkeypatch.setattr(progress, "loss_curve", lambda *arguments: None)
     place = Place(tmp_path)
     place.write_preset(train={"steps": 1})
     place.train()
@@ -159,7 +159,7 @@ def test_a_run_on_other_stories_is_refused(run, monkeypatch, capsys):
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "loss_curve", lambda *arguments: None)
+    monkeypatch.setattr(progress, "loss_curve", lambda *arguments: None)
     return Place(tmp_path)
 
 

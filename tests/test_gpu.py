@@ -1,5 +1,8 @@
 """What only an accelerator can show. Run with: pytest -m gpu"""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -11,7 +14,8 @@ from config.schema import ModelConfig
 from generation import beam_search, generate
 from model import build_model
 from tests.helpers import TINY
-from tests.training import PAIRS, byte_corpus, pair_corpus, settings
+from tests.test_distributed import ROOT, torchrun
+from tests.training import PAIRS, Place, byte_corpus, metrics, pair_corpus, settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
 
@@ -90,3 +94,18 @@ def test_an_encoder_decoder_trains_is_graded_and_translates_as_on_the_cpu(tmp_pa
     on_cpu = beam_search(trainer.model, source, **options)
     on_gpu = beam_search(trainer.model.cuda(), source, **options)
     assert [one.ids for one in on_gpu[0]] == [one.ids for one in on_cpu[0]]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs here")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_gpus_compute_what_one_does(tmp_path, strategy):
+    train_options = {"device": "cuda", "eval_interval": 4, "micro_batch_size": 2, "strategy": strategy}
+    Place(tmp_path).write_preset(model={"dropout": 0.1}, train=train_options, log={"interval": 1, "sample_tokens": 4})
+    words = ["tiny.toml", "--train.run-dir"]
+    one = subprocess.run([sys.executable, ROOT / "train.py", *words, "one"], cwd=tmp_path, capture_output=True)
+    assert one.returncode == 0, one.stderr
+    two = torchrun(tmp_path, *words, "two")
+    assert two.returncode == 0, two.stderr
+    losses = [[record["loss"] for record in metrics(tmp_path / run)] for run in ("one", "two")]
+    assert len(losses[0]) == 8
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)

@@ -19,9 +19,10 @@ FEW += " --log.sample-tokens 4"
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    words = [sys.executable, *shlex.split(command)[1:]]
-    if words[1].endswith(".py"):
-        words[1] = str(ROOT / words[1])
+    words = [
+        str(ROOT / word) if word in ("train.py", "sample.py", "bench.py") else word for word in shlex.split(command)
+    ]
+    words[:1] = [sys.executable, *(["-m", "torch.distributed.run"] if words[0] == "torchrun" else [])]
     return subprocess.run(
         words,
         cwd=folder,
@@ -45,7 +46,7 @@ def folder(tmp_path_factory):
 
 def python_commands() -> list[str]:
     lines = "\n".join(BLOCKS["sh"][2:]).splitlines()
-    return ["python train.py", *(line for line in lines if line.startswith("python "))]
+    return ["python train.py", *(line for line in lines if line.startswith(("python ", "torchrun ")))]
 
 
 def test_every_command_of_the_readme_runs(folder):

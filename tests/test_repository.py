@@ -13,14 +13,13 @@ PRESETS = sorted((ROOT / "config").glob("*.toml"))
 
 # Of design.md, from the bottom up. A module imports only from lower lines; what is missing here is refused.
 LEVELS = [
-    ["config.errors"],
+    ["config.errors", "interrupt"],
     ["config.schema"],  # a line of its own: the loader and the mathematics name its types
     [
         "config.load",
         "attention",
         "linear",
         "choice",
-        "compiling",
         "distributed",
         "plots",
         "data.tokenizer",
@@ -30,8 +29,9 @@ LEVELS = [
     ["model", "optim", "data.loader", "data.stories", "data.tasks"],
     ["data.sources", "compiling"],
     ["checkpoint", "data.prepare"],
-    ["generation", "heads", "pretrained", "printing"],
-    ["sample", "translation"],
+    ["generation", "heads", "pretrained", "printing", "progress"],
+    ["sample", "translation", "machine", "run_folder"],
+    ["loss"],
     ["train"],
     ["speed"],
     ["experiments", "bench"],

@@ -12,6 +12,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import bench
+import progress
 import sample
 import train
 from checkpoint import load_model, load_source_tokenizer
@@ -22,8 +23,18 @@ from data.tokenizer import ByteTokenizer
 from generation import beam_search, generate
 from model import EncoderDecoder
 from tests.helpers import BruteForce
-from tests.test_train import assert_same_run, cross_entropies, run_with_stops, signals, weights  # noqa: F401
-from tests.training import PAIRS, FixedBatch, Place, Stopper, make_trainer, metrics, pair_corpus, write_pairs
+from tests.test_train import cross_entropies, run_with_stops, signals, weights  # noqa: F401
+from tests.training import (
+    PAIRS,
+    FixedBatch,
+    Place,
+    Stopper,
+    assert_same_run,
+    make_trainer,
+    metrics,
+    pair_corpus,
+    write_pairs,
+)
 from translation import compare, translate
 
 WIDE = {**PAIRS, "max_seq_len": 64}
@@ -38,7 +49,7 @@ def corpus(tmp_path):
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "loss_curve", lambda *arguments: None)
+    monkeypatch.setattr(progress, "loss_curve", lambda *arguments: None)
     write_pairs(tmp_path / "pairs.tsv")
     return Place(tmp_path)
 
@@ -140,7 +151,7 @@ def test_an_evaluation_is_the_loss_of_every_pair_and_its_greedy_translation(corp
         (ids,) = generate(trainer.model, [pairs.source(i)], max_new_tokens=longest, end_id=256, use_cache=False)
         texts.append(tokenizer.decode(ids))
     sources, references = zip(*pair_texts(pairs, tokenizer, tokenizer), strict=True)
-    assert trainer.translations("val") == (list(sources), texts, list(references))
+    assert trainer.translations("val", trainer.model) == (list(sources), texts, list(references))
     assert values["val_exact"] == 0.0
     assert values["val_chrf"] == pytest.approx(sacrebleu.CHRF().corpus_score(texts, [references]).score)
 
@@ -297,7 +308,7 @@ def test_a_refused_start_on_pairs_is_one_sentence(place, reason):
 
 def test_a_run_that_diverged_says_so_instead_of_translating(place):
     place.write_preset(model=WIDE, data={"source": "pairs.tsv"}, train={"steps": 1}, optim={"learning_rate": 1e38})
-    with pytest.raises(UserError, match=r"the loss is (nan|inf) at step 1; try again with --optim\.learning-rate"):
+    with pytest.raises(UserError, match=r"a weight is not finite at step 1; try again with --optim\.learning-rate"):
         place.train()
 
 

@@ -2,19 +2,28 @@
 
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 import checkpoint
+import machine
+import progress
+import sample
 import train
+from config import command
 from config.schema import Config
 from data.loader import Batches, PairBatches
 from data.prepare import Corpus, Split, prepare
+from distributed import ALONE, Processes
 
 TINY = {
     "model": {"n_layer": 1, "n_head": 2, "d_model": 16, "d_ff": 16, "max_seq_len": 16},
@@ -88,10 +97,13 @@ def byte_corpus(tmp_path: Path, tokenizer: str = "bytes", n_words: int = 400) ->
     return prepare(config, cache_dir=tmp_path / "cache")
 
 
-def make_trainer(corpus: Corpus, run: Path = Path("/nonexistent"), compile: bool = False, **sections) -> train.Trainer:
+def make_trainer(
+    corpus: Corpus, run: Path = Path("/nonexistent"), compile: bool = False, processes: Processes = ALONE, **sections
+) -> train.Trainer:
     config = settings(**sections)
-    dtype = getattr(torch, config.train.dtype)
-    return train.Trainer(config, run, corpus, train.Machine("cpu", dtype, compile))
+    size = machine.micro_batch_size(config, processes)
+    where = machine.Machine("cpu", getattr(torch, config.train.dtype), compile, size, processes)
+    return train.Trainer(config, run, corpus, where)
 
 
 class FixedBatch:
@@ -106,6 +118,13 @@ class FixedBatch:
 
 def weights(trainer) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+RESUMED = {
+    "model": {"dropout": 0.1},
+    "train": {"micro_batch_size": 2, "eval_interval": 2, "checkpoint_interval": 3, "keep_checkpoints": 3},
+    "log": {"interval": 2, "sample_tokens": 4},
+}
 
 
 class Place:
@@ -168,18 +187,28 @@ def checkpoint_bytes(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in ("weights.safetensors", "state.safetensors")}
 
 
+def assert_same_run(run: Path, expected: Path) -> None:
+    assert checkpoint_bytes(run / "last") == checkpoint_bytes(expected / "last")
+    assert (run / "metrics.jsonl").read_bytes() == (expected / "metrics.jsonl").read_bytes()
+    assert os.readlink(run / "best") == os.readlink(expected / "best")
+    assert checkpoint_bytes(run / "best") == checkpoint_bytes(expected / "best")
+
+
 def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 
 OPERATIONS = [
     (os, "fsync"),
+    (os, "truncate"),
     (Path, "mkdir"),
     (Path, "rename"),
     (Path, "replace"),
     (Path, "symlink_to"),
     (Path, "unlink"),
+    (Path, "write_bytes"),
     (Path, "write_text"),
+    (progress.Log, "record"),
     (shutil, "rmtree"),
     (checkpoint, "save_file"),
 ]
@@ -205,10 +234,72 @@ class Failing:
             if self.half and name == "save_file":
                 operation(*arguments, **options)
                 os.truncate(arguments[1], os.path.getsize(arguments[1]) // 2)
-            elif self.half and name == "write_text":
-                arguments[0].write_text(arguments[1][: len(arguments[1]) // 2])
+            elif self.half and name in ("write_text", "write_bytes"):
+                operation(arguments[0], arguments[1][: len(arguments[1]) // 2])
+            elif self.half and name == "record" and (file := arguments[0].file):
+                file.write('{"step": 4, "lo')
+                file.flush()
             elif self.half and name == "rmtree" and arguments[0].exists():
                 next(path for path in arguments[0].iterdir()).unlink()
-            raise self.error
+            self.fail()
 
         return operate
+
+    def fail(self) -> None:
+        raise self.error
+
+
+# Processes of their own
+
+
+class Killing(Failing):
+    """Kills the process instead, as nothing can prevent."""
+
+    def fail(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at(at: int) -> None:
+    """Every other time half-way through it."""
+    Killing(SimpleNamespace(setattr=setattr), at, half=at % 2 == 1)
+
+
+PROGRAMS = {"train": (train.main, train.read_request), "sample": (sample.main, sample.parse_options)}
+
+
+def in_process(folder: Path, program: str, words: Sequence[str], prepare: Callable[[], None] | None) -> None:
+    """`python PROGRAM.py WORDS` in `folder`, after `prepare`; what it says goes to its said.txt."""
+    os.chdir(folder)
+    with open("said.txt", "wb") as said:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for number in (1, 2):
+            os.dup2(said.fileno(), number)
+    torch.set_num_threads(1)
+    progress.loss_curve = lambda *_: None  # the picture takes longer than the training,
+    train.matmul_peak = lambda *_, **__: (1.0, 0)  # and so does what is printed alone
+    if prepare:
+        prepare()
+    main, read = PROGRAMS[program]
+    command(lambda: main(read(words)))()
+
+
+FORKS = multiprocessing.get_context("forkserver")  # each child begins with torch imported
+FORKS.set_forkserver_preload(["tests.training"])
+
+
+def start(folder: Path, *words: str, program: str = "train", prepare: Callable[[], None] | None = None):
+    """The process, which can be killed."""
+    process = FORKS.Process(target=in_process, args=(folder, program, words, prepare))
+    process.start()
+    return process
+
+
+def execute(folder: Path, *words: str, **options) -> tuple[int, str]:
+    """The exit code of such a process, minus the signal that ended it, and what it said."""
+    process = start(folder, *words, **options)
+    process.join(120)
+    if process.exitcode is None:
+        process.kill()
+        raise AssertionError(f"{words} hangs")
+    return process.exitcode, (folder / "said.txt").read_text("utf-8", "replace")
