@@ -3,6 +3,7 @@
 A process costs seconds before its first line, so most tests run the same file as `__main__` in this one.
 """
 
+import codecs
 import io
 import json
 import os
@@ -567,6 +568,8 @@ class Terminal:
             start_new_session=True,
         )
         self.slave, self.unread, self.deadline = slave, "", time.monotonic() + 240
+        # A read may end within a character, or between the two of a line end.
+        self.decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True)
 
     def send(self, keys: str) -> None:
         os.write(self.master, keys.encode())
@@ -578,7 +581,7 @@ class Terminal:
         while text not in self.unread:
             assert time.monotonic() < self.deadline, self.unread[-2000:]
             if select.select([self.master], [], [], 5)[0]:
-                self.unread += os.read(self.master, 1 << 16).decode().replace("\r\n", "\n")
+                self.unread += self.decoder.decode(os.read(self.master, 1 << 16))
             else:
                 assert self.process.poll() is None, self.unread[-2000:]
                 self.send(keys)
