@@ -200,10 +200,10 @@ def test_a_preset_is_measured_beside_transformers_without_cache_and_drawn(tmp_pa
     rows, out = decode(capsys, preset, *SMALL.split(), "--model.n-kv-head", "1", *options)
     names = ["byeol", "byeol, recomputing everything", "transformers, dynamic cache", "transformers, static cache"]
     assert list(rows) == names
-    for first, prefill, step, in_all, *share in rows.values():
+    for name, (first, prefill, step, in_all, *share) in rows.items():
         assert prefill == pytest.approx(10 / first * 1000, rel=0.2)  # of a time in tenths of milliseconds
         assert 1 / in_all == pytest.approx((first / 1000 + 5 / step) / 6, rel=0.2)
-        assert bool(share) == (first != rows["byeol, recomputing everything"][0])
+        assert bool(share) == (name != "byeol, recomputing everything")
     weights_mb, cache_mb = map(float, re.search(r"a step +([\d.]+) MB of weights, ([\d.]+) MB", out).groups())
     bandwidth = float(re.search(r"memory bandwidth +([\d.]+) GB/s", out)[1])
     share = (weights_mb + cache_mb) / 1000 * rows["byeol"][2] / bandwidth
