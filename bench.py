@@ -47,6 +47,7 @@ from data.tokenizer import Tokenizer
 from generation import generate
 from loss import Loss, grade, grade_pairs, korean_tokens
 from machine import Machine, enough_memory
+from pretrained import run_tokenizers
 from progress import translation_line, translation_marks
 from sample import Parser, check_device
 from speed import decoding, random_model, training
@@ -195,8 +196,12 @@ def stories(run: Path, checkpoint: str, n_stories: int, n_pairs: int, seed: int)
 
 def corpus_of(run: Path, config: Config) -> Corpus:
     """The prepared corpus that a run was trained on. Raises `UserError` if it is another by now."""
-    corpus = prepare(config.data, pairs=config.model.kind == "encoder_decoder")
-    if read_state(checkpoints(run)[-1])["corpus"] != corpus.key:
+    trained_on = read_state(checkpoints(run)[-1])["corpus"]
+    if not trained_on:
+        raise UserError(f"{run} was imported, not trained here: give a text with --source")
+    own = run_tokenizers(run, config) if config.train.init_from else None
+    corpus = prepare(config.data, pairs=config.model.kind == "encoder_decoder", tokenizers=own)
+    if trained_on != corpus.key:
         raise UserError(
             f"data.source = {config.data.source} is no longer what {run} was trained on: its text, or the code that "
             f"makes it, has changed"

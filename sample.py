@@ -191,7 +191,7 @@ class Sampler:
         ids = self.source_tokenizer.encode(text)
         if self.translating:  # sources are read with their end, as in training
             return Prompt(text, (*ids, self.source_tokenizer.end_id), "")
-        return Prompt(text, tuple(ids), text)
+        return Prompt(text, (*self.tokenizer.start, *ids), text)
 
     def going_on(self, sample: Sample | None) -> Prompt:
         """The prompt that goes on where this text stopped. Raises `UserError` for translations."""
@@ -203,7 +203,7 @@ class Sampler:
         if sample.reason == "stop":
             new = self._before_stop(new)
         ids = (*sample.prompt.ids, *new)
-        return Prompt(self.tokenizer.decode(ids), ids, "", ids)
+        return Prompt(self.tokenizer.decode(ids[len(self.tokenizer.start) :]), ids, "", ids)
 
     def _before_stop(self, new: list[int]) -> list[int]:
         """These ids without what they stopped at, which may begin within one of them."""

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,6 +25,7 @@ from config import (
     command,
     differences,
     flatten,
+    given_options,
     load_config,
     override,
     read_toml,
@@ -47,6 +48,7 @@ class Request:
     name: str
     resume: Path | None = None
     old: Config | None = None  # that of the run to go on with, as it was
+    given: frozenset[str] = frozenset()  # the options that a preset or the command line names
 
 
 def read_request(argv: Sequence[str]) -> Request:
@@ -57,13 +59,16 @@ def read_request(argv: Sequence[str]) -> Request:
         run = Path(run or words.pop(0))
         if not (run / "config.toml").is_file():
             raise ConfigError(f"--resume {run}: there is no run in that folder; {other_runs(run)}")
+        if (run / "step-000000").is_dir():  # training saves none of that name
+            raise ConfigError(f"--resume {run}: it was imported, not trained; begin with it: --train.init-from {run}")
         old = read_toml(run / "config.toml", saved=True)
         new = override(old, words, PROGRAM, DESCRIPTION)
         tell_changes(old.model_dump(), new.model_dump())
-        return Request(new, run.name, run, old)
+        return Request(new, run.name, run, old, frozenset(option for option, _ in flatten(old.model_dump())))
     if any(word.partition("=")[0] == "--resume" for word in argv):
         raise ConfigError("--resume RUN comes first, before any other option")
-    return Request(load_config(argv, PROGRAM, DESCRIPTION), split_preset(argv)[0].stem)
+    config = load_config(argv, PROGRAM, DESCRIPTION)
+    return Request(config, split_preset(argv)[0].stem, given=frozenset(given_options(argv)))
 
 
 def other_runs(run: Path) -> str:
@@ -80,7 +85,7 @@ def other_runs(run: Path) -> str:
 
 
 # What makes a run that run; and what of that may change all the same. (A text may move: what it says is compared.)
-FIXED = ("model.", "data.", "optim.name", "train.seed", "train.batch_size", "train.run_dir")
+FIXED = ("model.", "data.", "optim.name", "train.seed", "train.batch_size", "train.run_dir", "train.init_from")
 FREE = ("data.source", "model.dropout", "model.kernel")
 
 
@@ -122,6 +127,7 @@ from checkpoint import (
     locked,
     parameters_by_name,
     prune,
+    read_state,
     save_checkpoint,
     set_aside,
     settle_checkpoint,
@@ -131,12 +137,14 @@ from checkpoint import (
 from config.schema import ModelConfig
 from data.loader import IGNORE, Batches, PairBatches, Pairs, check_ids, check_length
 from data.prepare import Corpus, Split, prepare
+from data.tokenizer import Tokenizer
 from distributed import Processes, exchange, noticing_the_end_of_others, own_slice, whole
 from generation import generate
 from loss import Loss, grade, grade_pairs
 from machine import Machine, choose_machine, enough_memory, keep_freed_memory, matmul_peak, step_flops
 from model import Block, LanguageModel, build_model
 from optim import build_optimizer, learning_rate, set_learning_rate
+from pretrained import Source, inherit, open_source, run_tokenizers
 from progress import Log, duration, evaluation_lines, import_wandb, say, start_wandb, translation_line
 from run_folder import (
     check_free,
@@ -636,7 +644,10 @@ def run(request: Request) -> None:
     if request.resume is None and config.train.run_dir is not None and "TORCHELASTIC_RUN_ID" not in os.environ:
         check_free(Path(config.train.run_dir))  # before the text is prepared, which may take long
     wandb = import_wandb(config)
-    corpus = prepare(config.data, pairs=config.model.kind == "encoder_decoder")
+    source, tokenizers = beginning(request)
+    if source:
+        config = inherit(config, request.given, source)
+    corpus = prepare(config.data, pairs=config.model.kind == "encoder_decoder", tokenizers=tokenizers)
     config = config.model_copy(update={"model": resolve_model(config.model, corpus)})
     processes = Processes.started()
     if processes.leader(lambda: (corpus.key, config)) != (corpus.key, config):
@@ -662,7 +673,7 @@ def run(request: Request) -> None:
             trainer.run = processes.leader(lambda: new_run(config, request.name))
             processes.leader(lambda: stack.enter_context(locked(trainer.run)))
             processes.leader(lambda: check_free(trainer.run))  # another process may have been faster
-        begin(trainer, saved)
+        begin(trainer, saved, source)
         resuming, saved = saved is not None, None  # which is as large as the model and its optimizer
         state = trainer.state
         if resuming and is_finished(trainer):
@@ -711,8 +722,33 @@ def check_restored(request: Request, run: Path, config: Config, corpus: Corpus, 
         raise ConfigError(f"train.steps = {config.train.steps}: the run is at step {state['step']} already")
 
 
-def begin(trainer: Trainer, saved: tuple[Path, Tensors, Tensors, dict] | None) -> None:
-    """Makes the folder a run that can be resumed whatever happens next; brings back what a checkpoint `saved`."""
+def beginning(request: Request) -> tuple[Source | None, dict[str, Tokenizer] | None]:
+    """What a run with `train.init_from` begins with, and the tokenizers that its text is read with: the source's. With
+    a checkpoint it stands alone, and needs the source no more, unless a tokenizer in it is damaged."""
+    run, name = request.resume, request.config.train.init_from
+    if name is None:
+        return None, None
+    if not (run and checkpoints(run)):
+        source = open_source(name)
+        return source, source.tokenizers
+    with suppress(UserError):
+        tokenizers = run_tokenizers(run, request.config)
+        if {folder: tokenizer.fingerprint for folder, tokenizer in tokenizers.items()} == remembered_tokenizers(run):
+            return None, tokenizers
+    return None, open_source(name).tokenizers
+
+
+def remembered_tokenizers(run: Path) -> dict[str, str]:
+    """The fingerprints in the newest checkpoint that can be read."""
+    for folder in reversed(checkpoints(run)):
+        with suppress(UserError):
+            return read_state(folder)["tokenizers"]
+    return {}
+
+
+def begin(trainer: Trainer, saved: tuple[Path, Tensors, Tensors, dict] | None, source: Source | None = None) -> None:
+    """Makes the folder a run that can be resumed whatever happens next; brings back what a checkpoint `saved`, or the
+    weights of its `source`."""
     config, corpus, folder = trainer.config, trainer.corpus, trainer.run
     if trainer.leads:
         mark_launch(folder)
@@ -724,7 +760,11 @@ def begin(trainer: Trainer, saved: tuple[Path, Tensors, Tensors, dict] | None) -
     if saved:
         trainer.restore(*saved)
         say(f"going on with {folder} from step {trainer.state.step}")
-    elif trainer.leads:
+        return
+    if source:
+        load_weights(trainer.model, source.weights(), Path(source.name))
+        say(f"beginning with the weights of {source.name}")
+    if trainer.leads:
         (folder / "metrics.jsonl").write_bytes(b"")
 
 

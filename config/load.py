@@ -42,6 +42,13 @@ def load_config(argv: Sequence[str], prog: str | None = None, description: str |
     return override(read_toml(preset), words, prog, description)
 
 
+def given_options(argv: Sequence[str]) -> set[str]:
+    """The full names of the options that the preset or the words of `argv` name, whatever they say of them."""
+    preset, words = split_preset(argv)
+    named = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    return {option for option, _ in flatten(read_toml(preset).model_dump(exclude_unset=True))} | named & {*_options()}
+
+
 def split_preset(argv: Sequence[str]) -> tuple[Path, list[str]]:
     """The preset's file (its stem names the run) and the words after it. A bare name is a file beside this one."""
     if not argv or argv[0].startswith("-"):

@@ -81,20 +81,28 @@ class Corpus:
         return self.folder.name.rpartition("-")[2]
 
 
-def prepare(config: DataConfig, pairs: bool = False, cache_dir: str | Path = CACHE) -> Corpus:
+def prepare(
+    config: DataConfig,
+    pairs: bool = False,
+    cache_dir: str | Path = CACHE,
+    tokenizers: dict[str, Tokenizer] | None = None,
+) -> Corpus:
     """The corpus that `config` describes, from the cache if it is there; with `pairs`, of sources and targets.
 
-    It appears in the cache whole or not at all. Raises `UserError` for a text that cannot be read or is too short.
+    `tokenizers` that are there already, by the names of their folders, are taken instead of new ones. The corpus
+    appears in the cache whole or not at all. Raises `UserError` for a text that cannot be read or is too short.
     """
     source = open_source(config, pairs)
     settings = {"format": FORMAT, "tokenizer": config.tokenizer, "val_fraction": config.val_fraction} | source.identity
     settings |= {"pairs": pairs, "target_tokenizer": config.target_tokenizer}
-    if "bpe" in (config.tokenizer, config.target_tokenizer):
+    if tokenizers:
+        settings["fingerprints"] = {name: tokenizer.fingerprint for name, tokenizer in tokenizers.items()}
+    elif "bpe" in (config.tokenizer, config.target_tokenizer):
         settings["bpe_vocab_size"] = config.bpe_vocab_size
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     folder = Path(cache_dir) / f"{source.name}-{key}"
     with _alone(folder):
-        return _prepare_alone(config, pairs, source, settings, folder)
+        return _prepare_alone(config, pairs, source, settings, folder, tokenizers or {})
 
 
 @contextmanager
@@ -119,7 +127,9 @@ def _alone(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _prepare_alone(config: DataConfig, pairs: bool, source: Source, settings: dict, folder: Path) -> Corpus:
+def _prepare_alone(
+    config: DataConfig, pairs: bool, source: Source, settings: dict, folder: Path, given: dict[str, Tokenizer]
+) -> Corpus:
     damage = _damage(folder) if folder.exists() else "is not there"
     if damage is None:
         fetched = source.identity.keys() & {"url", "hub"}
@@ -134,7 +144,7 @@ def _prepare_alone(config: DataConfig, pairs: bool, source: Source, settings: di
         with tempfile.TemporaryDirectory(prefix=".preparing-", dir=folder.parent) as scratch:
             fresh = Path(scratch) / folder.name
             fresh.mkdir()
-            _build(fresh, source, config, settings)
+            _build(fresh, source, config, settings, given)
             if open_source(config, pairs).identity != source.identity:
                 raise UserError(f"data.source = {config.source} has changed while it was read; try again")
             _publish(fresh, folder)
@@ -208,18 +218,22 @@ def _publish(fresh: Path, folder: Path) -> None:
             raise
 
 
-def _build(folder: Path, source: Source, config: DataConfig, settings: dict) -> None:
+def _build(folder: Path, source: Source, config: DataConfig, settings: dict, given: dict[str, Tokenizer]) -> None:
     """Writes the token files, the tokenizers and meta.json, which describes them."""
     begin = time.perf_counter()
     kinds = {config.tokenizer, config.target_tokenizer or config.tokenizer}
     find_cut = len if kinds <= {"bytes", "chars"} else last_cut  # they go character by character
     with closing(Progress()) as progress:
         if config.target_tokenizer:
-            tokenizer, n_characters = _survey(source, config, config.target_tokenizer, find_cut, progress, False)
-            source_tokenizer, _ = _survey(source, config, config.tokenizer, find_cut, progress, True)
+            own = given.get("tokenizer"), given.get("source_tokenizer")
+            tokenizer, n_characters = _survey(
+                source, config, config.target_tokenizer, find_cut, progress, False, own[0]
+            )
+            source_tokenizer, _ = _survey(source, config, config.tokenizer, find_cut, progress, True, own[1])
             source_tokenizer.save(folder / "source_tokenizer")
         else:
-            tokenizer, n_characters = _survey(source, config, config.tokenizer, find_cut, progress)
+            own = given.get("tokenizer")
+            tokenizer, n_characters = _survey(source, config, config.tokenizer, find_cut, progress, None, own)
             source_tokenizer = tokenizer
         tokenizer.save(folder / "tokenizer")
         documents = source.read()
@@ -280,9 +294,10 @@ def _survey(
     find_cut: Callable,
     progress: "Progress",
     of_sources: bool | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[Tokenizer, int]:
-    """The tokenizer of a `kind`, trained if need be, and how many characters a single text has. Of pairs, the tokenizer
-    is made from sources alone or from targets alone, or from both (None)."""
+    """The tokenizer of a `kind`, trained if need be, or the one given; and how many characters a single text has. Of
+    pairs, the tokenizer is made from sources alone or from targets alone, or from both (None)."""
     n_characters = n_bytes = 0
     documents = source.read()
     if source.max_tokens:
@@ -300,11 +315,12 @@ def _survey(
             progress.show(f"{n_bytes / 1e6:,.0f} MB read")
 
     texts = read()
-    sample = _evenly(texts, SAMPLE_BYTES) if kind == "bpe" else texts
-    if kind == "bpe":
-        progress.show(f"learning {config.bpe_vocab_size:,} ids", at_once=n_bytes > SAMPLE_BYTES / 4)
-    option = "data.target_tokenizer" if of_sources is False else "data.tokenizer"
-    tokenizer = train_tokenizer(kind, sample, config.bpe_vocab_size, option)
+    if tokenizer is None:
+        sample = _evenly(texts, SAMPLE_BYTES) if kind == "bpe" else texts
+        if kind == "bpe":
+            progress.show(f"learning {config.bpe_vocab_size:,} ids", at_once=n_bytes > SAMPLE_BYTES / 4)
+        option = "data.target_tokenizer" if of_sources is False else "data.tokenizer"
+        tokenizer = train_tokenizer(kind, sample, config.bpe_vocab_size, option)
     if source.single:
         deque(texts, maxlen=0)  # counts what the tokenizer had no need of
     return tokenizer, n_characters

@@ -47,11 +47,13 @@ PATIENCE = 4  # seconds of silence before a download is asked whether it is aliv
 
 
 class Tokenizer:
-    """What all kinds share. `name` is the kind, or the published encoding; `end_id` is the end of a text."""
+    """What all kinds share. `name` is the kind, or the published encoding; `end_id` is the end of a text, and `start`
+    what is read before a prompt (nothing, but by some imported models)."""
 
     name: str
     pieces: Sequence[bytes]
     end_id: int
+    start: tuple[int, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -129,29 +131,58 @@ class CharTokenizer(Tokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """Byte pair encoding, exactly as tiktoken does it with these ranks and this pattern."""
+    """Byte pair encoding, exactly as tiktoken does it with these ranks and this pattern.
 
-    def __init__(self, name: str, ranks: dict[bytes, int], pattern: str, end_id: int, vocab_size: int):
+    `hugging_face` is what an imported tokenizer has beside them, kept as it was (data/hub_tokenizer.py); its special
+    tokens are read by their names, and never written by a text.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: dict[bytes, int],
+        pattern: str,
+        end_id: int,
+        vocab_size: int,
+        hugging_face: dict | None = None,
+    ):
         import tiktoken
 
         self.name, self.ranks, self.pattern, self.end_id = name, ranks, pattern, end_id
+        self.hugging_face = hugging_face
         self.pieces = [UNKNOWN] * vocab_size  # published encodings leave some ids without a meaning
         for piece, rank in ranks.items():
             self.pieces[rank] = piece
+        if hugging_face:
+            self.start = tuple(hugging_face["start"])
+            for token in hugging_face["added_tokens"]:
+                self.pieces[token["id"]] = token["content"].encode()
         self.pieces[end_id] = b""
+        self._missing = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
         self._encoding = tiktoken.Encoding(
             name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: end_id}
         )
 
     def encode_array(self, text: str) -> np.ndarray:
-        _utf8(text)  # tiktoken would replace what cannot be written, in silence
+        if self._lacks(text):  # (tiktoken would also replace what cannot be written, in silence)
+            character = next(filter(self._lacks, text))
+            raise UserError(
+                f"the character {character!r} (U+{ord(character):04X}) has no id in the tokenizer, which was imported "
+                f"without some bytes; leave it out"
+            )
         parts = [self._encoding.encode_to_numpy(part, disallowed_special=()) for part in _cut_white_space(text)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _lacks(self, text: str) -> bool:
+        """Whether a byte of `text` has no id, as in a few published vocabularies."""
+        encoded = _utf8(text)
+        return bool(self._missing) and len(encoded.translate(None, self._missing)) < len(encoded)
 
     def _save(self, folder: Path) -> dict:
         lines = (b"%s %d\n" % (base64.b64encode(piece), rank) for piece, rank in self.ranks.items())
         (folder / "ranks.tiktoken").write_bytes(b"".join(lines))
-        return {"pattern": self.pattern, "end_id": self.end_id, "vocab_size": self.vocab_size}
+        kept = {"hugging_face": self.hugging_face} if self.hugging_face else {}
+        return {"pattern": self.pattern, "end_id": self.end_id, "vocab_size": self.vocab_size, **kept}
 
 
 class StreamDecoder:

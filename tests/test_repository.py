@@ -25,7 +25,7 @@ LEVELS = [
         "data.tokenizer",
         "data.grammar",
     ],
-    ["cache"],  # its masks are the mathematics', and the model calls it
+    ["cache", "data.hub_tokenizer"],  # its masks are the mathematics', and the model calls it
     ["model", "optim", "data.loader", "data.stories", "data.tasks"],
     ["data.sources", "compiling"],
     ["checkpoint", "data.prepare"],

@@ -69,6 +69,29 @@ def test_a_corpus_is_the_text_and_its_counts(prepare, kind):
     assert (corpus.folder / "train.bin").read_bytes() == corpus.train.tokens.astype("<u2").tobytes()
 
 
+def test_a_tokenizer_that_is_given_is_taken_and_told_from_others(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    config = DataConfig(source=str(tmp_path / "text.txt"), tokenizer="bpe", bpe_vocab_size=300)
+    given = [train_tokenizer("bpe", [text], 300) for text in (TEXT + "zebra" * 50, TEXT + "abacus" * 50)]
+    corpora = [module.prepare(config, cache_dir=tmp_path / "cache", tokenizers={"tokenizer": one}) for one in given]
+    corpora.append(module.prepare(config, cache_dir=tmp_path / "cache"))
+    assert [corpus.tokenizer.fingerprint for corpus in corpora[:2]] == [one.fingerprint for one in given]
+    assert len({corpus.key for corpus in corpora}) == 3
+    for corpus, tokenizer in zip(corpora, given, strict=False):
+        assert corpus.train.tokens.tolist() == tokenizer.encode(TEXT[: int(len(TEXT) * 0.9)])
+
+
+def test_so_are_two_tokenizers_of_pairs(tmp_path):
+    (tmp_path / "pairs.tsv").write_text("ab\tba\n" * 20, encoding="utf-8")
+    config = DataConfig(source=str(tmp_path / "pairs.tsv"), tokenizer="chars", target_tokenizer="chars")
+    given = {
+        "tokenizer": train_tokenizer("chars", ["abx"], 0),
+        "source_tokenizer": train_tokenizer("chars", ["abyz"], 0),
+    }
+    corpus = module.prepare(config, pairs=True, cache_dir=tmp_path / "cache", tokenizers=given)
+    assert (corpus.tokenizer.alphabet, corpus.source_tokenizer.alphabet) == ("abx", "abyz")
+
+
 def test_f26_ids_beyond_16_bits_come_back(prepare):
     text = "".join(map(chr, [*range(0x20, 0xD800), *range(0xE000, 0xFEFF), *range(0x10000, 0x18000)]))
     corpus = prepare(text.encode(), tokenizer="chars")
