@@ -187,7 +187,8 @@ def export(run: Path, folder: Path, checkpoint: str = "best") -> None:
 
 
 def _card(run: Path, checkpoint: Path, config: Config, theirs: "transformers.PreTrainedModel") -> str:
-    """README.md: what it is, what was measured, how it is used."""
+    """README.md: what it is, what was measured, how it is used; of a path on this machine it tells the end alone."""
+    config = Config.model_validate(_without_folders(config.model_dump()))
     step = (state := read_state(checkpoint))["step"]
     lines = (run / "metrics.jsonl").read_text("utf-8").splitlines() if (run / "metrics.jsonl").exists() else []
     measured = [entry for entry in map(json.loads, lines) if entry["step"] == step and "val_loss" in entry]
@@ -208,6 +209,12 @@ def _card(run: Path, checkpoint: Path, config: Config, theirs: "transformers.Pre
         measured="\n".join(table) or "| | no loss was measured |",
         config=to_toml(config),
     )
+
+
+def _without_folders(value):
+    if isinstance(value, dict):
+        return {key: _without_folders(each) for key, each in value.items()}
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 CARD = """---

@@ -282,7 +282,7 @@ class TrainConfig(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile, which needs a C++ compiler. auto: on a CUDA GPU, and where a decoder trains for
     minutes on a CPU."""
-    init_from: str | None = None
+    init_from: Annotated[str, Field(min_length=1)] | None = None
     """Begin with the weights, the architecture and the tokenizer of a run, or of a model in Hugging Face's layout: its
     folder, or its name on the Hub. Omitted: fresh ones."""
     strategy: Literal["ddp", "fsdp"] = "ddp"

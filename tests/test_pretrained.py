@@ -625,6 +625,17 @@ def test_the_card_tells_the_measured_losses(stories, tmp_path):
     assert 'source = "stories"' in card
 
 
+def test_the_card_tells_no_paths_of_this_machine(place, tmp_path):
+    source = next(tmp_path.glob("*.txt"), None) or tmp_path / "book.txt"
+    source.write_text("Once there was a book.\n" * 300, "utf-8")
+    place.write_preset(data={"tokenizer": "bytes", "source": str(source)}, train={"steps": 1})
+    place.train()
+    main(read_arguments(["export", "runs/tiny", "out"]))
+    card = Path("out", "README.md").read_text("utf-8")
+    assert f'source = "{source.name}"' in card
+    assert str(tmp_path) not in card
+
+
 @pytest.mark.parametrize("kind", ["bytes", "chars"])
 def test_runs_of_other_tokenizers_go_out_and_come_back(kind, place, tmp_path):
     place.write_preset(data={"tokenizer": kind}, train={"steps": 1})
