@@ -17,14 +17,13 @@ import argparse
 import math
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from interrupt import leave, on_interrupt
+from interrupt import leave, on_interrupt, raise_interrupt
 
 if __name__ == "__main__":
     on_interrupt(leave)
@@ -425,5 +424,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    on_interrupt(signal.default_int_handler)
+    on_interrupt(raise_interrupt)
     main()

@@ -3,8 +3,10 @@
 import contextlib
 import os
 import signal
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
 
 
 def on_interrupt(handler: Callable) -> None:
@@ -17,6 +19,27 @@ def leave(*_) -> NoReturn:
     """Ends at once; not by an exception, which in the middle of an import may become anything."""
     os.write(2, b"\ninterrupted\n")
     os._exit(130)
+
+
+_came = False  # Ctrl-C, since the steps that are being made began
+
+
+def raise_interrupt(*_) -> NoReturn:
+    """What Ctrl-C does by itself, and `until_interrupted` may do once more."""
+    global _came
+    _came = True
+    raise KeyboardInterrupt
+
+
+def until_interrupted(steps: Iterable[T]) -> Iterator[T]:
+    """The same steps. A guard of compiled code swallows whatever is raised in it, so a KeyboardInterrupt that was lost
+    during a step is raised again after it."""
+    global _came
+    _came = False
+    for step in steps:
+        if _came:
+            raise KeyboardInterrupt
+        yield step
 
 
 class Interruption:

@@ -8,7 +8,6 @@ import argparse
 import json
 import math
 import os
-import signal
 import sys
 import time
 from collections import Counter
@@ -18,7 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
-from interrupt import leave, on_interrupt
+from interrupt import leave, on_interrupt, raise_interrupt, until_interrupted
 
 if __name__ == "__main__":
     on_interrupt(leave)
@@ -218,7 +217,7 @@ class Sampler:
         begin = time.perf_counter()
         with _refusals():
             samples, events = self._search(prompts) if self.options.beams else self._draw(prompts)
-            Writer(samples, jsonl=self.options.format == "jsonl").write(events)
+            Writer(samples, jsonl=self.options.format == "jsonl").write(until_interrupted(events))
         self.seconds += time.perf_counter() - begin
         self.n_answers += len(samples)
         generated = {sample.prompt.ids if self.greedy else place: sample for place, sample in enumerate(samples)}
@@ -458,5 +457,5 @@ def check_device(name: str) -> str:
 
 
 if __name__ == "__main__":
-    on_interrupt(signal.default_int_handler)
+    on_interrupt(raise_interrupt)
     command(main)(OPTIONS)

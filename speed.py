@@ -20,6 +20,7 @@ from compiling import compiled
 from config import Config, ConfigError
 from data.prepare import Corpus, Split
 from generation import stream
+from interrupt import until_interrupted
 from linear import packed
 from machine import Machine, choose_machine, keep_freed_memory, matmul_peak, now, seconds_of, step_flops
 from model import EncoderDecoder, FeedForward, LanguageModel, MultiHeadAttention, build_model
@@ -49,7 +50,8 @@ def training(config: Config) -> None:
     text = f"{length} tokens" + (f" after sources of {length}" if corpus.pairs else "")
     print(f"parameters         {sum(parameter.numel() for parameter in trainer.model.parameters()):,}")
     print(f"batch              {rows} x {text}, {machine.micro_batch_size} at a time", flush=True)
-    seconds = sorted([seconds_of(trainer.step, machine) for _ in range(WARM_UP + STEPS)][WARM_UP:])
+    steps = until_interrupted(range(WARM_UP + STEPS))
+    seconds = sorted([seconds_of(trainer.step, machine) for _ in steps][WARM_UP:])
     slow, middle, fast = (rows * length / seconds[place] for place in (-1, STEPS // 2, 0))
     print(f"tokens per second  {middle:,.0f}, the median of {STEPS} steps ({slow:,.0f} to {fast:,.0f})", flush=True)
     flops, (peak, size) = step_flops(trainer.model, rows, length) / 1e12, matmul_peak(machine)
@@ -253,7 +255,8 @@ def ways_to_write(
     def write(n_new: int, prompts: list[list[int]] = prompts, **options) -> list[float]:
         with packed(model):  # which sample.py does once
             begin, times = time.perf_counter(), []
-            for row, *_ in stream(model, prompts, max_new_tokens=n_new, **start, **options):
+            steps = stream(model, prompts, max_new_tokens=n_new, **start, **options)
+            for row, *_ in until_interrupted(steps):
                 if row == len(prompts) - 1:
                     times.append(time.perf_counter() - begin)
         return times

@@ -71,3 +71,18 @@ def test_of_many_processes_one_says_it(monkeypatch, handlers, capfd):
     os.kill(os.getpid(), signal.SIGTERM)
     assert interruption.signal == signal.SIGTERM
     assert capfd.readouterr().err == ""
+
+
+def test_an_interrupt_is_raised_where_it_comes_and_once_more_where_it_was_swallowed(handlers):
+    interrupt.on_interrupt(interrupt.raise_interrupt)
+
+    def steps():
+        for step in range(4):
+            if step == 2:
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+            yield step
+
+    with pytest.raises(KeyboardInterrupt):
+        list(interrupt.until_interrupted(steps()))
+    assert list(interrupt.until_interrupted(range(3))) == [0, 1, 2]  # what came before them is over

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -704,6 +705,25 @@ def test_ctrl_c_ends_the_text_at_a_character_and_the_program(endless, monkeypatc
     else:
         (one,) = map(json.loads, out.splitlines())
         assert (one["text"], one["reason"]) == ("defghij", "interrupted")
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_ctrl_c_is_not_lost_in_compiled_code(endless, monkeypatch, command, interactive):
+    """A guard that cannot be evaluated is one that does not hold: whatever it raises is swallowed."""
+    original, calls = Decoder.features, []
+
+    def features(*args, **options):
+        calls.append(args)
+        if len(calls) == 8:
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        return original(*args, **options)
+
+    monkeypatch.setattr(Decoder, "features", features)
+    argv = ["--interactive"] if interactive else ["--prompt", "c"]
+    code, out, err = command(endless, *argv, input=b"c\nd\ne\n")
+    assert (code, out) == (130, "cdefghij\n")
+    assert "runs/endless: 1 sample interrupted; 7 tokens" in err
 
 
 def test_ctrl_c_while_a_long_text_is_piped(endless):
