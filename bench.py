@@ -45,7 +45,7 @@ from data.stories import check, minimal_pairs, tell
 from data.tokenizer import Tokenizer
 from generation import generate
 from loss import Loss, grade, grade_pairs, korean_tokens
-from machine import Machine, enough_memory
+from machine import Machine, enough_memory, threads_in_words
 from pretrained import run_tokenizers
 from progress import translation_line, translation_marks
 from sample import Parser, check_device
@@ -363,7 +363,7 @@ def decode(argv: Sequence[str]) -> None:
         f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {options.dtype} on {options.device}",
         end="",
     )
-    print(f", {torch.get_num_threads()} threads" if options.device == "cpu" else "")
+    print(f", {threads_in_words()}" if options.device == "cpu" else "")
     at_most = (
         f"{options.rows} prompts of at most {options.prompt}" if options.rows > 1 else f"a prompt of {options.prompt}"
     )

@@ -52,12 +52,17 @@ def choose_machine(config: Config, asked: str = "as asked", processes: Processes
         dtype, why = torch.float32, "no units for bfloat16 here that would make it faster"
     compile, reason = choose_compile(config, device, asked)
     dtype, compile = processes.leader(lambda: (dtype, compile))  # or machines that differ would compute differently
-    threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
+    threads = f", {threads_in_words()}" if device == "cpu" else ""
     if processes.size > 1:
         how = {"ddp": "the whole model in each", "fsdp": "the model divided among them"}[config.train.strategy]
         threads += f" in each of {processes.size} processes; {config.train.strategy}, {how}"
     say(f"device {device}{threads}; {str(dtype).removeprefix('torch.')} ({why}); {reason}")
     return Machine(device, dtype, compile, micro_batch_size(config, processes), processes)
+
+
+def threads_in_words() -> str:
+    n = torch.get_num_threads()
+    return f"{n} thread{'s' * (n > 1)}"
 
 
 def take_share(processes: Processes, device: str) -> None:

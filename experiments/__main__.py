@@ -11,8 +11,10 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from interrupt import leave, on_interrupt
@@ -25,8 +27,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in train.py: read when tor
 from config.errors import UserError, command
 from experiments import variants
 from experiments.claim import Claim, Numbers
-from experiments.lab import CACHE
-from experiments.page import DOCS, record, record_variants, recorded, write_pages
+from experiments.lab import CACHE, machine_in_words
+from experiments.page import DOCS, Measured, judge, judged, of_kept, record, record_variants, write_pages
 
 NAMES = ["recurrence", "scores", "roles", "depth", "patterns", "order", "concatenation", "positions", "sinusoids"]
 NAMES += ["lengths", "heads", "ensemble", "costs", "caches"]
@@ -48,65 +50,100 @@ def main(argv: Sequence[str] | None = None) -> None:
         print((__doc__ or "").strip())
     elif not names:
         for claim in CLAIMS.values():
-            kept = recorded(claim.id)
-            print(f"{claim.id:4}{claim.verdict(kept[0]) if kept else 'not yet run':24}{claim.english}")
+            print(f"{claim.id:4}{known_verdict(claim):24}{claim.english}")
+        print("\nvariants, all, page: see --help")
     elif names == ["page"]:
         draw_again()
     else:
-        run(chosen(names), afresh="all" in names)
+        run(chosen(names), afresh=names == ["all"])
+
+
+def known_verdict(claim: Claim) -> str:
+    try:
+        found = judged(claim)
+    except UserError:
+        return "damaged: run it"
+    return found.verdict if found else "not yet run"
 
 
 def chosen(names: Sequence[str]) -> list[str]:
     """The claims of these names, and "variants", in the page's order. Raises `UserError` for an unknown name."""
     known = [*CLAIMS, "variants"]
+    if names == ["all"]:
+        return known
     wanted = {name.lower() for name in names}
-    if unknown := [name for name in names if name.lower() not in {"all", *map(str.lower, known)}]:
-        raise UserError(f"there is no claim {unknown[0]}: all, or some of {', '.join(known)}")
-    return [name for name in known if "all" in wanted or name.lower() in wanted]
+    if unknown := [name for name in names if name.lower() not in map(str.lower, known)]:
+        alone = "all or page, which stand alone" if unknown[0] in ("all", "page") else "all, page"
+        raise UserError(f"{unknown[0]} is none of the claims; give some of {', '.join(known)}, or {alone}")
+    return [name for name in known if name.lower() in wanted]
 
 
 def draw_again() -> None:
     """Pictures and pages of the numbers that are kept: after a change of words or of a rule."""
     for claim in CLAIMS.values():
-        if kept := recorded(claim.id):
-            record(claim, *kept)
-    if kept := recorded("variants"):
-        record_variants(*kept)
-    write_pages(CLAIMS.values())
+        with suppress(UserError):  # which is told below
+            if found := judged(claim):
+                record(claim, found.measured)
+    with suppress(UserError):
+        of_kept("variants", record_variants)
+    finish()
+
+
+def finish() -> None:
+    """Writes the pages. Raises `UserError` if there are numbers that cannot be read."""
+    if damaged := write_pages(CLAIMS.values()):
+        raise UserError("; ".join(damaged))
 
 
 def run(names: Sequence[str], afresh: bool) -> None:
-    begin = time.perf_counter()
+    begin, here = time.perf_counter(), machine_in_words()
     if afresh:
         shutil.rmtree(CACHE, ignore_errors=True)  # so that the time told is that of everything
     for name in names:
         if name == "variants":
-            numbers, seconds = measured(variants.measure)
-            record_variants(numbers, seconds)
-            write_pages(CLAIMS.values())
-            print_rows(variants.table(numbers))
-            print(f"    {seconds:.1f} s: {DOCS / 'variants.md'}\n", flush=True)
+            print("variants  every combination of positions, key/value heads, windows and norms", flush=True)
+            found = measured(name, variants.measure, here, afresh)
+            print_rows(variants.table(found.numbers))
+            tell(variants.finding(found.numbers))
+            record_variants(found)
+            print(f"    {DOCS / 'variants.md'}\n", flush=True)
         else:
-            run_claim(CLAIMS[name])
-    print(f"{len(names)} of {len(CLAIMS) + 1} experiments: {(time.perf_counter() - begin) / 60:.1f} minutes")
+            run_claim(CLAIMS[name], here, afresh)
+        write_pages(CLAIMS.values())
+    what = "everything" if afresh else ", ".join(names)
+    print(f"{what}: {(time.perf_counter() - begin) / 60:.1f} minutes")
+    finish()
 
 
-def run_claim(claim: Claim) -> None:
-    """Measures a claim, prints what was found and writes the page anew."""
-    print(f"{claim.id}  {claim.english}\n    prediction: {claim.prediction}\n    rule: {claim.rule}", flush=True)
-    numbers, seconds = measured(claim.measure)
-    record(claim, numbers, seconds)
-    write_pages(CLAIMS.values())
-    print_rows(claim.table(numbers))
-    print(f"    {claim.verdict(numbers)}: {claim.finding(numbers)}")
-    print(f"    {seconds:.1f} s: {DOCS / 'claims' / claim.id}.png\n", flush=True)
+def run_claim(claim: Claim, here: str, afresh: bool) -> None:
+    """Measures a claim, prints what was found, and then keeps it."""
+    print(f"{claim.id}  {claim.english}", flush=True)
+    tell(f"prediction: {claim.prediction}")
+    tell(f"rule: {claim.rule}")
+    found = judge(claim, measured(claim.id, claim.measure, here, afresh))
+    print_rows(found.table)
+    tell(f"{found.verdict}: {found.finding}")
+    record(claim, found.measured)
+    print(f"    {DOCS / 'claims' / claim.id}.png\n", flush=True)
 
 
-def measured(measure: Callable[[], Numbers]) -> tuple[Numbers, float]:
-    """The numbers as they are kept, so that what is judged is what is kept; and the seconds."""
+def measured(name: str, measure: Callable[[], Numbers], here: str, afresh: bool) -> Measured:
+    """The numbers as they are kept, so that what is judged is what is kept."""
     begin = time.perf_counter()
     numbers = json.loads(json.dumps(measure()))
-    return numbers, time.perf_counter() - begin
+    found = Measured(numbers, time.perf_counter() - begin, here)
+    tell(f"measured in {found.seconds:.1f} s:")
+    with suppress(UserError):
+        before = None if afresh else of_kept(name, lambda kept: kept)
+        if before and before.machine == here:  # the cache may have spared it the training
+            return found._replace(seconds=max(found.seconds, before.seconds))
+    return found
+
+
+def tell(text: str) -> None:
+    """A paragraph, without the page's emphasis."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    print(textwrap.fill(text.replace("*", ""), width, initial_indent="    ", subsequent_indent="    "), flush=True)
 
 
 def print_rows(rows: Sequence[Sequence[str]]) -> None:

@@ -1,4 +1,4 @@
-"""What a claim is: the words, what is measured, and the rule that decides, written before the measurement."""
+"""What a claim is: the words, what is measured, and the rule that decides."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -25,7 +25,10 @@ class Claim(ABC):
     rule: ClassVar[str]
     """What `verdict` computes, in words, with its thresholds."""
     changed: ClassVar[str] = ""
-    """What of experiment or rule was changed after numbers had been seen, and what it would have said before."""
+    """How experiment or rule came to differ from what was first written, or numbers were known before it; and the
+    verdict before, where it is known."""
+    first_verdict: ClassVar[Verdict | None] = None
+    """The verdict before it was `changed`, where that was another one."""
 
     @abstractmethod
     def measure(self) -> Numbers: ...

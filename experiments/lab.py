@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import platform
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -9,6 +10,7 @@ from pathlib import Path
 from statistics import mean, median
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
@@ -16,7 +18,7 @@ from config.schema import Config, DataConfig, ModelConfig, OptimConfig, TrainCon
 from data.loader import Batches
 from data.prepare import Corpus, prepare
 from loss import Loss, grade
-from machine import Machine, choose_machine, keep_freed_memory
+from machine import Machine, choose_machine, keep_freed_memory, threads_in_words
 from model import build_model
 from optim import build_optimizer, learning_rate, set_learning_rate
 
@@ -31,7 +33,7 @@ Batch = Callable[[int], tuple[Tensor, Tensor]]  # a step, from 0 -> inputs and t
 def small(steps: int = 300, seed: int = 0, **model) -> Config:
     """A run of a few seconds on stories; `model` changes the options of [model]."""
     shape = {"n_layer": 4, "n_head": 4, "d_model": 128, "max_seq_len": 128} | model
-    train = TrainConfig(steps=steps, batch_size=32, seed=seed, compile="off")
+    train = TrainConfig(steps=steps, batch_size=32, seed=seed, device="cpu", compile="off")
     return Config(model=ModelConfig(**shape), data=STORIES, optim=OPTIM, train=train)
 
 
@@ -44,6 +46,13 @@ def stories(data: DataConfig = STORIES) -> Corpus:
 def machine() -> Machine:
     keep_freed_memory()
     return choose_machine(small())
+
+
+def machine_in_words() -> str:
+    """What times, and the last digits of losses, depend on."""
+    where = machine()
+    dtype = str(where.dtype).removeprefix("torch.")
+    return f"{where.device} ({platform.machine()}), {threads_in_words()}, {dtype}, torch {torch.__version__}"
 
 
 def fresh_model(config: Config) -> nn.Module:
@@ -90,9 +99,9 @@ def trained(config: Config, change: Callable[[nn.Module], object] | None = None)
 def kept(model: nn.Module, key: str, train: Callable[[], object]) -> nn.Module:
     """The model with the weights that the cache has under `key`; if there are none, `train` makes them first."""
     file = CACHE / f"{key}.safetensors"
-    if file.exists():
+    try:
         load_model(model, file)
-    else:
+    except (FileNotFoundError, SafetensorError):  # not yet trained, or damaged
         train()
         CACHE.mkdir(exist_ok=True)
         fresh = file.with_suffix(f".{os.getpid()}")
@@ -102,11 +111,11 @@ def kept(model: nn.Module, key: str, train: Callable[[], object]) -> nn.Module:
 
 
 def key_of(config: Config, change: Callable | None) -> str:
-    """Changes with everything that a trained model depends on in this repository."""
-    sources = [HERE.parent / f"{name}.py" for name in ("attention", "model", "linear", "optim", "loss")]
+    """Changes with what a trained model depends on."""
+    sources = [HERE.parent / f"{name}.py" for name in ("attention", "model", "linear", "optim", "loss", "data/loader")]
     sources += sorted(HERE.glob("*.py")) if change else [Path(__file__)]
     said = [config.model_dump_json(), getattr(change, "__qualname__", ""), stories(config.data).key]
-    said += [str(torch.get_num_threads()), *(source.read_text("utf-8") for source in sources)]
+    said += [machine_in_words(), *(source.read_text("utf-8") for source in sources)]
     return hashlib.sha256("\0".join(said).encode()).hexdigest()[:16]
 
 

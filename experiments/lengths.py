@@ -73,14 +73,21 @@ class BeyondTraining(Claim):
     def finding(self, numbers: Numbers) -> str:
         rises, means = self._rises(numbers), self._means(numbers)
         changed = ", ".join(f"{name.split(', ')[1]} {rises[name]:+.2f}" for name in REMEDIES)
+        helped = [name.split(", ")[1] for name in REMEDIES if rises[name] <= 0.1]
+        lead = ""
+        if self.verdict(numbers) == CONDITION:
+            told = [f"a window of {BLOCK}" if name == "window" else f"{name} scaling" for name in helped]
+            lead = f"The condition: rotary positions with {' or '.join(told)}; plain ones fail too. "
+            if "window" in helped and rises["sinusoidal, window"] > 0.1:
+                lead += "The window alone is no answer, for it does not keep sinusoidal positions from failing. "
         return (
-            f"At eight times the trained length the loss changes by {rises['sinusoidal']:+.2f} nats with sinusoidal "
-            f"positions ({rises['sinusoidal, window']:+.2f} with a window of 32), {rises['none']:+.2f} with none, and "
-            f"{rises['rotary']:+.2f} with plain rotary ones; rotary ones after a change: {changed}. Within the trained "
-            f"length it is {means['sinusoidal'][1]:.2f} with sinusoidal and {means['rotary'][1]:.2f} with rotary ones "
-            "(positions 32–63). Rotary scores depend on distances, and long texts have distances that training never "
-            "showed. A window never asks for them; scaling squeezes them into the known range (here untrained, with "
-            "published settings, made for contexts of thousands)."
+            f"{lead}At eight times the trained length the loss changes by {rises['sinusoidal']:+.2f} nats with "
+            f"sinusoidal positions ({rises['sinusoidal, window']:+.2f} with a window of 32), {rises['none']:+.2f} with "
+            f"none, and {rises['rotary']:+.2f} with plain rotary ones; with rotary ones changed: {changed}. Within the "
+            f"trained length it is {means['sinusoidal'][1]:.2f} with sinusoidal and {means['rotary'][1]:.2f} with "
+            "rotary ones (positions 32–63). Rotary scores depend on distances, and long texts have distances that "
+            "training never showed. A window never asks for them; scaling squeezes them into the known range (here "
+            "untrained, with published settings, made for contexts of thousands)."
         )
 
     def table(self, numbers: Numbers) -> list[list[str]]:
@@ -103,7 +110,7 @@ class BeyondTraining(Claim):
             axes.axvline(CONTEXT, color="black", linestyle=":", label="trained length")
             axes.set(xscale="log", xlabel="position (tokens)", ylabel="loss (nats per token)", title=title)
             plain_ticks(axes.xaxis, [CONTEXT // 2, *(CONTEXT * 2**i for i in range(4))])
-            axes.legend(fontsize="small", loc="upper left")
+            axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
 
 
 def scaled(model: nn.Module, kind: str) -> nn.Module:

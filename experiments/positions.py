@@ -10,8 +10,7 @@ from attention import sinusoidal_encoding
 from config.schema import Config
 from experiments.claim import CONDITION, FAILS, HOLDS, Claim, Numbers, Verdict
 from experiments.lab import SEEDS, plain_ticks, small, spread, stories, told, trained, validate
-
-CONTEXT = 64
+from experiments.roles import CONTEXT
 
 
 def positioned(position: str, seed: int, **model) -> Config:
@@ -56,7 +55,7 @@ class Separable(Claim):
     english = "In a space as wide as 512, word and position stay separable after they are added."
     korean = "512차원처럼 넓은 공간에서는 단어와 위치를 더해도 둘을 다시 구분해 낼 수 있다."
     prediction = (
-        "Of 1,000 words (unit variance, as the trunk starts) plus one of 100 positions, linear probes (discriminants), "
+        "Of 1,000 words (unit variance, as Byeol's start) plus one of 100 positions, linear probes (discriminants), "
         "fitted on 30,000 combinations, recover word and position of 10,000 that they have not seen: at width 512, but "
         "not at width 8."
     )
@@ -84,12 +83,17 @@ class Separable(Claim):
 
     def finding(self, numbers: Numbers) -> str:
         word, position, learned = (numbers[key] for key in ("word", "position", "trained"))
+        lead = ""
+        if self.verdict(numbers) == CONDITION:
+            found = [name for name in ("word", "position") if numbers[name][-1] >= 0.95]
+            condition = "width is not the reason, as 8 is enough" if len(found) == 2 else f"the {found[0]} alone"
+            lead = f"The condition: {condition}. "
         return (
-            f"At width 512 the probes find the word in {word[-1]:.1%} and the position in {position[-1]:.1%} of unseen "
-            f"combinations; at width 8 in {word[0]:.1%} and {position[0]:.1%} (chance: 0.1 % and 1 %). With the words "
-            f"that a model of width 64 has learned (1,024, in 64 positions): {learned['word']:.1%} and "
-            f"{learned['position']:.1%}. Sparsity has no part in it, for no entry is zero. What width changes is that "
-            "a code's norm, √(width / 2), grows, while a random word's part along any one direction stays near 1."
+            f"{lead}At width 512 the probes find the word in {word[-1]:.1%} and the position in {position[-1]:.1%} of "
+            f"unseen combinations; at width 8 in {word[0]:.1%} and {position[0]:.1%} (chance: 0.1 % and 1 %). With the "
+            f"words that a model of width 64 has learned (1,024, in 64 positions): {learned['word']:.1%} and "
+            f"{learned['position']:.1%}. What width changes: a code's norm, √(width / 2), grows, while a random word's "
+            "part along any one direction stays near 1."
         )
 
     def table(self, numbers: Numbers) -> list[list[str]]:
@@ -183,12 +187,14 @@ class FaintColour(Claim):
     def finding(self, numbers: Numbers) -> str:
         cases, losses = self._cases(numbers), means(numbers["losses"])
         wide = {name: ratios[-1] for name, ratios in numbers["start"].items()}
+        faint = [name for name, ratio in cases.items() if ratio <= 0.316]
+        lead = f"The condition: these cases alone: {'; '.join(faint)}. " if self.verdict(numbers) == CONDITION else ""
         return (
-            f"|p| / |x| at width 64: {', '.join(f'{name}: {ratio:.2f}' for name, ratio in cases.items())}. At width "
-            f"{numbers['widths'][-1]} it starts at {wide['with √d_model']:.2f} with √d_model and {wide['without']:.1f} "
-            "without. Sines fix |p| = √(d/2), so the size of the word decides: chosen at the start, then learned. The "
-            f"loss is {losses['with √d_model']:.3f} with √d_model, {losses['without']:.3f} without (spread between "
-            f"seeds {widest(numbers['losses']):.3f})."
+            f"{lead}|p| / |x| at width 64: {', '.join(f'{name}: {ratio:.2f}' for name, ratio in cases.items())}. At "
+            f"width {numbers['widths'][-1]} it starts at {wide['with √d_model']:.2f} with √d_model and "
+            f"{wide['without']:.1f} without. Sines fix |p| = √(d/2), so the size of the word decides: chosen at the "
+            f"start, then learned. The loss is {losses['with √d_model']:.3f} with √d_model, {losses['without']:.3f} "
+            f"without (spread between seeds {widest(numbers['losses']):.3f})."
         )
 
     def table(self, numbers: Numbers) -> list[list[str]]:
@@ -213,7 +219,7 @@ class FaintColour(Claim):
 
 
 def unscaled(model: nn.Module) -> None:
-    """Undoes the trunk's multiplication of words by √d_model, which comes with sinusoidal positions."""
+    """Undoes Byeol's multiplication of words by √d_model, which comes with sinusoidal positions."""
     model.decoder.embed.register_forward_hook(lambda module, _, words: words / math.sqrt(module.embedding_dim))
 
 

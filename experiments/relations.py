@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import islice
 from typing import NamedTuple
@@ -16,12 +16,14 @@ from config.schema import Config, DataConfig
 from data.grammar import Draw, Slot, Story, render
 from data.loader import Batches
 from data.stories import draws, grammar, pronouns, sentences
+from experiments.ensemble import failing
 from experiments.lab import OPTIM, fit, fresh_model, kept, key_of, machine, small, stories
 from model import attention_of
 
 CORPUS = DataConfig(bpe_vocab_size=4096, max_tokens=2_000_000)  # words are few tokens
 STEPS = (0, 15, 30, 60, 125, 250, 500)  # of training, at which the model is kept
-DECISIVE = ("verb that agrees", "pronoun that agrees", "noun after its modifier")
+AGREES = ("verb that agrees", "pronoun that agrees")
+DECISIVE = (*AGREES, "noun after its modifier")
 RELATIONS = DECISIVE + tuple(
     f"{kind}, {tongue}" for kind in ("verb", "pronoun", "modifier") for tongue in ("English", "Korean")
 )
@@ -68,17 +70,10 @@ def first_stories(config: Config, n_stories: int | None) -> Callable[[int], tupl
     return Batches(tokens, config.model.max_seq_len, config.train.batch_size, config.train.seed, end_id).batch
 
 
-@contextmanager
-def silenced(model: nn.Module, head: int) -> Iterator[None]:
-    """Without what one head writes, its columns of o_proj; heads are counted through all layers."""
+def silenced(model: nn.Module, head: int) -> AbstractContextManager[None]:
+    """Without what one head writes; heads are counted through all layers."""
     layer, head = divmod(head, model.config.n_head)
-    columns = model.decoder.blocks[layer].attention.o_proj.weight.data.chunk(model.config.n_head, dim=1)[head]
-    before = columns.clone()
-    columns.zero_()
-    try:
-        yield
-    finally:
-        columns.copy_(before)
+    return failing(model.decoder.blocks[layer].attention, [head], "silent")
 
 
 # ---------------------------------------------------------------- the places
@@ -93,8 +88,9 @@ class Site(NamedTuple):
     relation: str
     row: int
     word: range
-    partner: list[int]  # the tokens of all that names it before
-    other: list[int]  # of all that names another word, last as nearly as far away as there is
+    partner: list[int]  # the tokens of all its earlier mentions
+    other: list[int]  # those of another thing: the one whose last mention is nearest to the partner's
+    agreeing: list[int]  # those of earlier English words whose form the partner decided: was, is, it or plurals
 
 
 class Told(NamedTuple):
@@ -134,9 +130,12 @@ def tell(story: Story) -> Told:
 def _sites(story: Story, language: str, tokens: Callable[..., range]) -> Iterator[Site]:
     slots = dict(_slots(story, language))
     named: dict[str, list[range]] = {}  # by role
+    agreeing: dict[str, list[range]] = {}
     for place, slot in slots.items():
         if slot.kind in (None, "modifier"):
             named.setdefault(slot.role, []).append(tokens(language, *place))
+        elif slot.role and slot.form in AGREEING:
+            agreeing.setdefault(slot.role, []).append(tokens(language, *place))
 
     def site(relation: str, word: range, row: int, role: str, also: str | None) -> Iterator[Site]:
         before = {name: [key for keys in found if keys[-1] < word[0] for key in keys] for name, found in named.items()}
@@ -144,7 +143,8 @@ def _sites(story: Story, language: str, tokens: Callable[..., range]) -> Iterato
         before.pop(also, None)
         others = [keys for keys in before.values() if keys]
         if partner and others and partner[-1] < row:
-            yield Site(relation, row, word, partner, min(others, key=lambda keys: abs(keys[-1] - partner[-1])))
+            forms = [key for keys in agreeing.get(role, ()) if keys[-1] < word[0] for key in keys]
+            yield Site(relation, row, word, partner, min(others, key=lambda keys: abs(keys[-1] - partner[-1])), forms)
 
     for span in (span for span in story.spans if span.language == language):
         places = [(span.sentence, span.start, span.end), (span.target_sentence, span.target_start, span.target_end)]
@@ -181,8 +181,8 @@ def _slots(story: Story, language: str) -> Iterator[tuple[tuple[int, int, int], 
 
 @torch.no_grad()
 def look(model: nn.Module, told: Sequence[Told]) -> dict[str, Tensor]:
-    """For each relation and head the mean attention to the partner, to the same distances elsewhere and to the other
-    word, (3, heads); and the "entropy" of each head (`evenness`)."""
+    """For each relation and head the mean attention to the partner, to the same distances elsewhere, to the other word
+    and to what agrees with the partner, (4, heads); and the "entropy" of each head (`evenness`)."""
     found = {relation: [] for relation in RELATIONS}
     entropies = []
     for tale in told:
@@ -190,9 +190,9 @@ def look(model: nn.Module, told: Sequence[Told]) -> dict[str, Tensor]:
         weights = torch.cat([weights[0] for *_, weights, _ in maps]).double().cpu()  # (heads, T, T)
         entropies.append(evenness(weights))
         for relation, row, _, *keys in tale.sites:
-            partner, other = (weights[:, row, list(tokens)].sum(-1) for tokens in keys)
+            partner, other, agreeing = (weights[:, row, tokens].sum(-1) for tokens in keys)
             distance = sum(elsewhere(weights, row, key) for key in keys[0])
-            found[relation].append(torch.stack((partner, distance, other)))
+            found[relation].append(torch.stack((partner, distance, other, agreeing)))
     means = {relation: torch.stack(rows).mean(0) for relation, rows in found.items() if rows}
     return means | {"entropy": torch.stack(entropies).mean(0)}
 
@@ -210,8 +210,8 @@ def evenness(weights: Tensor, first: int = 8) -> Tensor:
 
 
 def excess(masses: Tensor) -> Tensor:
-    """What the partner gets above both controls: (…, 3, heads) -> (…, heads)."""
-    return masses[..., 0, :] - masses[..., 1:, :].amax(-2)
+    """What the partner gets above both controls: (…, 4, heads) -> (…, heads)."""
+    return masses[..., 0, :] - masses[..., 1:3, :].amax(-2)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Queries, keys and values: why three."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import mean
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ Losses = dict[str, list[float]]  # of each variant, one for each seed
 
 
 def shape(seed: int, d_ff: int) -> Config:
-    """Two layers of four heads. The d_ff of 256 is the trunk's; each 32 more cost as much as a matrix of a layer."""
+    """Two layers of four heads. The d_ff of 256 is Byeol's; each 32 more cost as much as a matrix of a layer."""
     return small(250, seed, n_layer=2, n_head=4, d_model=96, d_ff=d_ff, max_seq_len=CONTEXT)
 
 
@@ -51,6 +51,17 @@ def losses_table(numbers: Numbers, what: str) -> list[list[str]]:
             for name, losses in numbers["loss"].items()
         ),
     ]
+
+
+@torch.no_grad()
+def calls(model: nn.Module, modules: Sequence[nn.Module], tokens: Tensor) -> list[tuple[tuple, Tensor]]:
+    """What enters these modules and what leaves them, in the order in which they run."""
+    found: list[tuple[tuple, Tensor]] = []
+    hooks = [module.register_forward_hook(lambda _, *call: found.append(call)) for module in modules]
+    model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 class Nothing(nn.Module):
@@ -158,16 +169,16 @@ class ValuesCarryContent(Claim):
         learned, identity, place, constant = numbers["loss"].values()
         said = {
             HOLDS: "Both halves are seen: content must come through V, and W_V improves on the bare input.",
-            CONDITION: "Content must come through V; that W_V transforms it made no clear difference here.",
+            CONDITION: "The condition: content must come through V, but what W_V makes of it is no clear gain.",
             FAILS: "Values without content did not all end clearly worse.",
         }[self.verdict(numbers)]
         return (
             f"{said} Learned values end at {told(learned)} nats per token, V = X at {told(identity)}, values that tell "
             f"*where* a key stands and not *what* it says at {told(place)}, a constant at {told(constant)}: weights "
-            "that sum to one make of a constant that same constant, so every token knows itself alone, as in a table "
-            f"of pairs counted ({numbers['bigram']:.3f}). What W_V can add depends on the number of heads: in a single "
-            "one W_O could do all that W_V does (A·X·W_V·W_O has one matrix between); with several, W_V decides which "
-            "part of the input each head may pass on, where V = X gives every head a fixed slice of it."
+            "that sum to one make of a constant that same constant, so every token knows itself alone (what a table of "
+            f"counted pairs makes of that: {numbers['bigram']:.3f}). What W_V can add depends on the number of heads: "
+            "in a single one W_O could do all that W_V does (A·X·W_V·W_O has one matrix between); with several, W_V "
+            "decides which part of the input each head may pass on, where V = X gives every head a fixed slice of it."
         )
 
     def table(self, numbers: Numbers) -> list[list[str]]:
@@ -240,12 +251,8 @@ def asymmetry(scores: Tensor, others: Tensor) -> float:
 def asymmetries(model: nn.Module, tokens: Tensor) -> dict[str, float]:
     """How far scores change when query and key change places, the mean over layers: without rotary positions, with
     them, and with them when the two contents are exchanged while their places stay."""
-    inputs: list[Tensor] = []
     blocks = model.decoder.blocks
-    hooks = [block.attention_norm.register_forward_hook(lambda *call: inputs.append(call[-1])) for block in blocks]
-    model(tokens)
-    for hook in hooks:
-        hook.remove()
+    inputs = [output for _, output in calls(model, [block.attention_norm for block in blocks], tokens)]
     angles = model.decoder.angles(torch.arange(tokens.shape[1], device=tokens.device))
     found: dict[str, list[float]] = {"without rotation": [], "rotated": [], "contents exchanged": []}
     for block, x in zip(blocks, inputs, strict=True):
@@ -277,6 +284,7 @@ class ThreeRoles(Claim):
         "With AdamW the untied head did not learn the ring either (26 %): *does not hold*. It is trained by Muon now, "
         "as all else here. The rule is as it was."
     )
+    first_verdict = FAILS
     variants: ClassVar = {"untied": (None, 256), "Q = K": (tied_queries_keys, 288), "Q = K = V": (all_tied, 320)}
 
     def measure(self) -> Numbers:
@@ -301,18 +309,19 @@ class ThreeRoles(Claim):
         loss, right, turn = (numbers[name] for name in ("loss", "accuracy", "asymmetry"))
         untied, *tied = loss
         costs = [f"{name} costs {mean(loss[name]) - mean(loss[untied]):+.3f}" for name in tied]
-        worse = [name for name in tied if above(loss[name], loss[untied])]
+        equal = [name for name in tied if not above(loss[name], loss[untied])]
+        worse = f"{' and '.join(equal)} {'are' if len(equal) > 1 else 'is'} not clearly worse"
+        condition = f"The condition: a single head needs them apart; on language {worse}. "
         return (
-            f"Scores change by {turn[untied]['without rotation']:.2f} of their norm when query and key change "
-            f"places, and by {turn['Q = K']['without rotation']:.2g} with Q = K. The successor is found in "
-            f"{mean(right[untied]):.0%} of the cases untied, {mean(right['Q = K']):.0%} with Q = K and "
-            f"{mean(right['Q = K = V']):.0%} with all three tied. On language "
-            f"{' and '.join(costs)} nats per token over {told(loss[untied])}; clearly more than the seeds differ: "
-            f"{' and '.join(worse) or 'neither'}. There the tie has ways around: the causal mask already says who came "
-            "first, several heads and layers share the work, and rotary positions let even Q = K tell *a before b* "
-            f"from *b before a*. (Rotated scores stay symmetric, {turn['Q = K']['rotated']:.2g}, as a token is turned "
-            "alike as query and as key; but exchange two contents and leave the places, and they change by "
-            f"{turn['Q = K']['contents exchanged']:.2f}.)"
+            f"{condition * (self.verdict(numbers) == CONDITION)}When query and key change places, scores change by "
+            f"{turn[untied]['without rotation']:.2f} of their norm untied, by {turn['Q = K']['without rotation']:.2g} "
+            f"with Q = K. The successor is found in {mean(right[untied]):.0%} of the cases untied, "
+            f"{mean(right['Q = K']):.0%} with Q = K and {mean(right['Q = K = V']):.0%} with all three tied. On "
+            f"language {' and '.join(costs)} nats per token over {told(loss[untied])}. There the tie has ways around: "
+            "the causal mask already says who came first, several heads and layers share the work, and rotary "
+            "positions let even Q = K tell *a before b* from *b before a*. (Rotated scores stay symmetric, "
+            f"{turn['Q = K']['rotated']:.2g}, as a token is turned alike as query and as key; but exchange two "
+            f"contents and leave the places, and they change by {turn['Q = K']['contents exchanged']:.2f}.)"
         )
 
     def table(self, numbers: Numbers) -> list[list[str]]:
@@ -325,21 +334,22 @@ class ThreeRoles(Claim):
         return rows
 
     def draw(self, numbers: Numbers, figure) -> None:
-        left, middle, right = figure.subplots(1, 3, width_ratios=[1.4, 1, 1])
+        left, middle, right = figure.subplots(1, 3, width_ratios=[1.7, 1, 1])
+        figure.get_layout_engine().set(w_pad=0.12)  # inches between a panel and the next one's label
         for n, (name, found) in enumerate(numbers["asymmetry"].items()):
             bars = left.bar([k + (n - 1) * 0.28 for k in range(3)], found.values(), 0.26, color=f"C{n}", label=name)
-            left.bar_label(bars, [f"{value:.2g}" for value in found.values()], fontsize=8)
+            left.bar_label(bars, [f"{value:.2g}" for value in found.values()], fontsize=7)
             bar(middle, n, numbers["accuracy"][name], f"C{n}")
             bar(right, n, numbers["loss"][name], f"C{n}")
         left.set_xticks(range(3), [kind.replace(" ", "\n") for kind in numbers["asymmetry"]["untied"]])
         left.set(title="Query and key exchanged", ylabel="‖S − S'‖ / ‖S‖", ylim=(0, 2), xlabel="scores S")
         left.legend(title="0: no direction", fontsize=8, loc="upper left")
         middle.axhline(17 / 24, color="gray", ls="--", label="bound if S = Sᵀ")
-        middle.set(title="Who is my successor?", ylabel="share found", ylim=(0, 1.25))
+        middle.set(title="Successor found", ylabel="share found", ylim=(0, 1.25))
         middle.legend(fontsize=8, loc="upper right")
         right.set(title="Language", ylabel="validation loss (nats per token)")
         for axes in (middle, right):
-            axes.set_xticks(range(3), ["untied", "Q = K", "Q = K\n= V"])
+            axes.set_xticks(range(3), ["untied", "Q = K", "Q = K\n= V"], fontsize="small")
             axes.set_xlabel("dots: one seed each")
 
 

@@ -1,13 +1,17 @@
 """The design's variants side by side: positions, key/value heads, windows and the place of the norm, without a verdict.
 
-Every combination is trained alike on the stories, three seeds each; docs/variants.md has the table and two pictures.
+Every combination is trained with the same steps on the stories, three seeds each; docs/variants.md has the table and
+two pictures.
 """
 
+import math
 import time
+from collections.abc import Callable
 from itertools import product
 from statistics import fmean, median
 
 import torch
+from torch import nn
 
 from attention import apply_rotary, rotary_angles, sinusoidal_encoding
 from cache import KVCache
@@ -18,17 +22,22 @@ from generation import stream
 from machine import step_flops
 
 POSITIONS, KV_HEADS, WINDOWS, NORMS = ("rope", "sinusoidal", "learned", "none"), (4, 2, 1), (None, 32), ("pre", "post")
-STEPS, CONTEXT, PROMPT, NEW, ROUNDS = 150, 128, 96, 32, 5
+STEPS, LONGER, CONTEXT, PROMPT, NEW, ROUNDS = 150, 600, 128, 96, 32, 5
 COLUMNS = ("parameters", "flops", "cache_bytes", "slots", "prefill", "decode")  # of a variant's numbers, as told
 
 
-def variant(position: str, n_kv_head: int, window: int | None, norm: str, seed: int = 0) -> Config:
+def variant(position: str, n_kv_head: int, window: int | None, norm: str, seed: int = 0, steps=STEPS) -> Config:
     shape = {"n_layer": 2, "d_model": 64, "max_seq_len": CONTEXT}
-    return small(STEPS, seed, position=position, n_kv_head=n_kv_head, window=window, norm_position=norm, **shape)
+    return small(steps, seed, position=position, n_kv_head=n_kv_head, window=window, norm_position=norm, **shape)
 
 
 def name(position: str, n_kv_head: int, window: int | None, norm: str) -> str:
     return f"{position}, {n_kv_head} key/value heads, window {window or 'none'}, {norm}-norm"
+
+
+def singular(text: str) -> str:
+    """For people: numbers are kept under `name`."""
+    return text.replace("1 key/value heads", "1 key/value head")
 
 
 def measure() -> Numbers:
@@ -38,13 +47,32 @@ def measure() -> Numbers:
     for row, speeds in speed(models).items():
         rows[row] |= speeds
     learned = trained(variant("learned", 4, None, "pre")).decoder.position.weight.detach()
-    return {"rows": rows, "learned": [[round(value, 4) for value in code] for code in learned.tolist()]}
+    codes = [[round(value, 4) for value in code] for code in learned.tolist()]
+    return {"rows": rows, "learned": codes, "start": start(), "longer": longer()}
 
 
-def quality(*options) -> dict[str, float]:
+def quality(*options, steps: int = STEPS, change: Callable[[nn.Module], None] | None = None) -> dict[str, float]:
     """Bits per byte over the validation split: the mean of three seeds, and half of what they spread over."""
-    bits = [validate(trained(variant(*options, seed)), CONTEXT)["bits_per_byte"] for seed in SEEDS]
+    models = [trained(variant(*options, seed, steps), change) for seed in SEEDS]
+    bits = [validate(model, CONTEXT)["bits_per_byte"] for model in models]
     return {"bits": fmean(bits), "spread": spread(bits) / 2}
+
+
+def start(steps: int = STEPS) -> dict[str, float]:
+    """The `quality` of no positions, with words as sinusoidal positions have them."""
+    return quality("none", 4, None, "pre", steps=steps, change=words_of_sinusoidal)
+
+
+def longer(steps: int = LONGER) -> dict[str, dict[str, float]]:
+    """The `quality` of sinusoidal and of no positions after more steps."""
+    return {position: quality(position, 4, None, "pre", steps=steps) for position in ("sinusoidal", "none")}
+
+
+def words_of_sinusoidal(model: nn.Module) -> None:
+    """Words start with the deviation 1/√d_model and are multiplied by √d_model, but no code is added."""
+    embed = model.decoder.embed
+    nn.init.normal_(embed.weight, std=embed.embedding_dim**-0.5)
+    embed.register_forward_hook(lambda module, _, words: words * math.sqrt(module.embedding_dim))
 
 
 def sizes(config: Config) -> dict[str, float]:
@@ -77,9 +105,31 @@ def table(numbers: Numbers) -> list[list[str]]:
     heading += ["cache bytes per token", "tokens it keeps at most", "prefill tokens/s", "decode tokens/s"]
     best = sorted(numbers["rows"].items(), key=lambda row: row[1]["bits"])
     return [heading] + [
-        [name, *(f"{row[key]:.4f}" for key in ("bits", "spread")), *(f"{row[key]:,.0f}" for key in COLUMNS)]
+        [singular(name), *(f"{row[key]:.4f}" for key in ("bits", "spread")), *(f"{row[key]:,.0f}" for key in COLUMNS)]
         for name, row in best
     ]
+
+
+def finding(numbers: Numbers) -> str:
+    """What stands out, and how much of it the start of the words explains."""
+    one, none = (numbers["rows"][name(position, 4, None, "pre")] for position in ("sinusoidal", "none"))
+    scaled, later = numbers["start"], numbers["longer"]
+    words, codes = scaled["bits"] - none["bits"], one["bits"] - scaled["bits"]
+    clear = min(words, codes) > 2 * max(each["spread"] for each in (one, none, scaled))
+    cause = f" Of the difference of {words + codes:.3f} the words alone make {words:.3f}, the codes the rest." * clear
+    lag = later["sinusoidal"]["bits"] - later["none"]["bits"]
+    noise = max(each["spread"] for each in later.values()) * 2
+    caught = "are still behind" if lag > noise else "are ahead" if lag < -noise else "are as good as none"
+    said = "{bits:.3f} ± {spread:.3f}".format
+    pre = {each: row["bits"] for each, row in numbers["rows"].items() if each.startswith("sin") and "pre" in each}
+    last = min(pre.values()) > max(row["bits"] for each, row in numbers["rows"].items() if each not in pre)
+    lead = "Sinusoidal positions with pre-norm come last, whatever the heads and the window. " if last else ""
+    return (
+        f"{lead}With pre-norm, four key/value heads and no window, sinusoidal positions reach {said(**one)} bits per "
+        f"byte, no positions {said(**none)}, and these with words started and multiplied as for sinusoidal ones "
+        f"{said(**scaled)}.{cause} After {LONGER} steps sinusoidal positions {caught}: "
+        f"{said(**later['sinusoidal'])} against {said(**later['none'])}.\n"
+    )
 
 
 def draw_variants(numbers: Numbers, figure) -> None:
@@ -91,7 +141,8 @@ def draw_variants(numbers: Numbers, figure) -> None:
             found = [rows[name(position, n_kv_head, window, norm)] for position in POSITIONS]
             bits, spread = [row["bits"] for row in found], [row["spread"] for row in found]
             at = [group + (place - 1) * 0.2 for group in range(len(POSITIONS))]
-            axes.errorbar(at, bits, spread, fmt=marker, capsize=3, label=f"{n_kv_head} key/value heads")
+            label = singular(f"{n_kv_head} key/value heads")
+            axes.errorbar(at, bits, spread, fmt=marker, capsize=3, label=label)
         axes.set_xticks(range(len(POSITIONS)), POSITIONS)
         axes.set(title=f"{norm}-norm, window {window or 'none'}", xlabel="positions", ylabel="bits per byte")
     panels[0, 0].legend(fontsize=8)

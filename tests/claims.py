@@ -2,7 +2,7 @@
 
 import json
 
-from experiments.claim import VERDICTS, Claim, Numbers
+from experiments.claim import CONDITION, VERDICTS, Claim, Numbers
 
 Cases = dict[str, dict[str, Numbers]]  # of each claim, for each verdict, numbers that must lead to it
 
@@ -24,6 +24,7 @@ def check_rule(claims: list[Claim], id: str, verdict: str, numbers: Numbers) -> 
     assert rows
     assert all(len(row) == len(heading) and all(isinstance(cell, str) for cell in row) for row in rows)
     assert len(claim.finding(numbers)) > 40
+    assert claim.finding(numbers).startswith("The condition: ") == (verdict == CONDITION)
     figure = Figure((8, 4.5), layout="constrained")
     claim.draw(numbers, figure)
     assert figure.axes

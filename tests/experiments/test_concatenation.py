@@ -58,6 +58,11 @@ def test_each_part_of_a_rule_decides(id, verdict, numbers):
     check_rule(CLAIMS, id, verdict, numbers)
 
 
+@pytest.mark.parametrize(("project", "word"), [(1.5, "worse than"), (1.41, "as good as"), (1.3, "better than")])
+def test_how_good_projecting_is(project, word):
+    assert f"is {word} adding: a loss of {project:.3f}" in CLAIMS[0].finding(joining(project, widen=1.25))
+
+
 def test_concatenating_and_projecting_is_adding_with_two_matrices():
     tokens = random_tokens(2, 9)
     codes = sinusoidal_encoding(torch.arange(9), 16)

@@ -43,6 +43,26 @@ def test_the_rule_decides(id, verdict, numbers):
     check_rule(CLAIMS, id, verdict, numbers)
 
 
+def test_a_share_is_of_its_own_layer_and_the_worst_that_of_any_seed():
+    numbers = m3(0.5, 0.9)
+    numbers["damages"]["silent"]["8"] = [{"heads": [[0.1] * 8, [0.4] * 8], "layers": [10.0, 4.0]}] * 2 + [
+        {"heads": [[0.1] * 8, [0.4] * 7 + [1.2]], "layers": [10.0, 4.0]}
+    ]
+    assert "costs 5.9% on average and 30.0% at worst when silent" in CLAIMS[0].finding(numbers)
+
+
+@pytest.mark.parametrize(
+    ("validation", "words"),
+    [
+        (4.3, "Eight heads widen the gap. The gap is 3.300 ± 0.000 nats with eight and 3.033 ± 0.050 with one, more"),
+        (4.05, "Eight heads do not change the gap clearly. The gap is 3.050 ± 0.000 nats with eight and 3.033"),
+        (4.0, "with one, not more apart than seeds are"),
+    ],
+)
+def test_what_eight_heads_do_to_the_gap(validation, words):
+    assert words in CLAIMS[1].finding(m6(1.0, validation))
+
+
 def test_only_this_heads_columns_are_silenced():
     model, tokens = build(n_head=4, n_kv_head=4), random_tokens(2, 9)
     with ensemble.failing(model.decoder.blocks[1].attention, [2], "silent"):

@@ -62,6 +62,34 @@ def test_the_rule_decides(id, verdict, numbers):
     check_rule(CLAIMS, id, verdict, numbers)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        (m5(0.4, 0.6, 1.0), "the parts do not stay where they were, and"),
+        (m5(0.95, 0.6, 1.5), "Not so: doing without W_O costs more than seeds differ, and"),
+        (m5(0.95, 0.95, 1.5), "The condition: doing without W_O costs more than seeds differ, but"),
+        (m5(0.4, 0.6, 1.5), "where they were, doing without W_O costs more than seeds differ, and"),
+    ],
+)
+def test_concatenation_says_which_half_failed(numbers, words):
+    assert words in CLAIMS[2].finding(numbers)
+
+
+def test_a_task_that_one_head_solves_shows_no_gain():
+    numbers = m1(two=1.0, four=0.9)
+    assert "unequal weights" not in CLAIMS[0].finding(numbers)
+    numbers["found"]["two"]["1"]["accuracy"] = [1.0, 1.0, 0.999]
+    assert "With two one head hardly errs, and several have" in CLAIMS[0].finding(numbers)
+
+
+@pytest.mark.parametrize(
+    ("eight", "words"), [(1.5, "clearly lower"), (2.0, "not clearly different"), (2.5, "clearly higher")]
+)
+def test_how_the_loss_of_eight_heads_compares(eight, words):
+    assert f"With eight heads the loss is {words} (" in CLAIMS[1].finding(m4(eight, 3.0))
+    assert ("lowest with 1 head)" in CLAIMS[1].finding(m4(eight, 3.0))) == (eight > 1.5)
+
+
 @pytest.mark.parametrize(("n_value", "n_place", "n"), [(8, 8, 2), (2, 6, 4)])
 def test_a_query_is_answered_by_the_values_at_its_places_in_its_order(n_value, n_place, n):
     inputs, targets = heads.lookups(n_value, n_place, n, seed=0, rows=3)(5)

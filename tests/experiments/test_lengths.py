@@ -35,6 +35,18 @@ def test_a_rotary_answer_that_never_answers_is_none():
     check_rule(CLAIMS, "P8", "does not hold", losses(sinusoidal=2.0, rotary=1.0))
 
 
+def test_which_condition():
+    claim = CLAIMS[0]
+    for numbers, words in (
+        (losses(sinusoidal=2.0, rotary=1.0, rotary_yarn=0.0), "with yarn scaling; plain"),
+        (losses(sinusoidal=2.0, rotary=1.0, rotary_window=0.0), "with a window of 32; plain"),
+    ):
+        assert words in claim.finding(numbers)
+        assert ("The window alone" in claim.finding(numbers)) == ("window" in words)
+    both = losses(sinusoidal=2.0, sinusoidal_window=0.0, rotary=1.0, rotary_window=0.0)
+    assert "The window alone" not in claim.finding(both)
+
+
 def test_scaled_positions_keep_the_weights():
     model = build(position="rope")
     tokens, pos = random_tokens(1, 40), torch.arange(40)

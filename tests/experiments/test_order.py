@@ -1,5 +1,6 @@
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from experiments.order import CLAIMS, compare, cost_of_disorder, encoder, order_blind, shuffling_error
 from tests.claims import cases, check_rule
@@ -19,7 +20,7 @@ def order(none: float, blind: float, words: int, decoder: float, disorder: float
         },
         "disorder": {
             "order-blind": [0.0] * 3,
-            "no positions": [disorder] * 3,
+            "no positions": [disorder, disorder + 0.02, disorder],
             "sinusoidal": [1.0] * 3,
             "rotary": [1.0] * 3,
         },
@@ -51,6 +52,16 @@ def test_the_rule_decides(id, verdict, numbers):
 )
 def test_each_part_of_a_rule_decides(id, verdict, numbers):
     check_rule(CLAIMS, id, verdict, numbers)
+
+
+def test_no_difference_has_no_bar():
+    numbers = order(1e-15, 0.5, words=0, decoder=1.4)
+    numbers["pair"]["characters"]["distance"] = 0.0
+    figure = Figure(layout="constrained")
+    CLAIMS[0].draw(numbers, figure)
+    axes = figure.axes[0]
+    assert [bar.get_width() > 0 for bar in axes.patches] == [True, True, True, False, True, True]
+    assert [text.get_position()[1] for text in axes.texts if text.get_text() == "exactly 0"] == [3]
 
 
 def last_logits(model, tokens):

@@ -1,4 +1,5 @@
 import random
+import re
 from itertools import product, repeat
 from statistics import mean
 
@@ -9,8 +10,8 @@ from config.schema import DataConfig
 from data.stories import minimal_pairs, read_line, story
 from experiments import relations
 from experiments.lab import fresh_model, stories
-from experiments.patterns import CLAIMS, unit_variance_entropy
-from experiments.relations import DECISIVE, RELATIONS, setting, tales
+from experiments.patterns import CLAIMS, learned, unit_variance_entropy
+from experiments.relations import AGREES, DECISIVE, RELATIONS, setting, tales
 from model import attention_of
 from tests.claims import cases, check_rule
 
@@ -21,7 +22,7 @@ def relation(attention: float, cost: float) -> dict:
     """Of three models, with the same heads but for a little."""
     others = [[0.01, 0.03, 0.05, 0.02 * seed] for seed in range(3)]
     given = {"partner": [attention + 0.2] * 3, "distance": [0.2] * 3, "other": [0.1] * 3}
-    return given | {"cost": [cost] * 3, "others": others}
+    return given | {"cost": [cost] * 3, "others": others, "agreeing": [0.02, 0.03, 0.04]}
 
 
 def relations_of(*known: str) -> dict:
@@ -86,6 +87,73 @@ def test_each_part_of_a_rule_can_refute():
     assert change("A10", "holds", **silent) == "does not hold"
 
 
+@pytest.mark.parametrize("name", ["partner", "cost"])
+def test_one_model_decides_nothing(name):
+    """A relation is learned in each model or not at all, however clear one of them is."""
+    once = relation(0.4, 0.3)
+    assert learned(once)
+    once[name] = [once[name][0] + 0.5, once[name][1] + 0.5, 0.04]
+    assert not learned(once)
+    assert change("A10", "holds with a condition", **{DECISIVE[0]: once}) == "does not hold"
+
+
+def finding(id: str, verdict: str, **changes) -> str:
+    claim = next(claim for claim in CLAIMS if claim.id == id)
+    return claim.finding(NUMBERS[id][verdict] | changes)
+
+
+def test_the_condition_of_relations_is_what_the_numbers_show():
+    assert "the partner must decide the word, and that alone is not enough" in finding("A10", "holds with a condition")
+    everywhere = finding("A10", "holds with a condition", **{DECISIVE[2]: relation(0.4, 0.3)})
+    assert "the partner must decide the word. Learned: 3" in everywhere
+    elsewhere = finding("A10", "holds with a condition", **{RELATIONS[-1]: relation(0.4, 0.3)})
+    assert "it depends on the relation" in elsewhere
+    assert "1 of the 6 others." in elsewhere
+    assert "nothing rewards" not in elsewhere
+
+
+def test_a_head_that_matters_more_than_the_one_found_is_told():
+    missed = relation(-0.05, 0.0) | {"others": [[0.01, 0.9], [0.3, 0.0], [0.01, 0.4]]}
+    text = finding("A10", "holds with a condition", **{AGREES[1]: relation(0.4, 0.3), DECISIVE[2]: missed})
+    assert "gives the partner 0.05 less than the larger control. Yet silencing another head costs 0.30 to 0.90" in text
+    assert "silencing it costs 0.30 nats per token, the costliest other head 0.05" in finding(
+        "A10", "holds with a condition"
+    )
+
+
+def test_where_the_head_that_matters_reads_the_number_is_told():
+    others = {DECISIVE[2]: relation(0.4, 0.3)}
+    missed = relation(-0.05, 0.0) | {"others": [[0.01, 0.9], [0.3, 0.0], [0.01, 0.4]]}
+    text = finding("A10", "holds with a condition", **others, **{AGREES[1]: missed | {"agreeing": [0.6, 0.2, 0.4]}})
+    assert "0.20 to 0.60 of its attention" in text
+    text = finding("A10", "holds with a condition", **others, **{AGREES[1]: missed | {"agreeing": [0.6, 0.05, 0.4]}})
+    assert "of its attention" not in text
+
+
+def test_what_is_told_of_relations_follows_from_the_columns():
+    (claim,) = (claim for claim in CLAIMS if claim.id == "A10")
+    heading, row, *_ = claim.table(NUMBERS["A10"]["holds"] | {DECISIVE[0]: relation(0.4, -1e-5)})
+    cells = dict(zip(heading, row, strict=True))
+    assert cells["its head silenced, nats per token"] == "0.000, 0.000, 0.000"  # no minus
+    assert cells["the costliest other head silenced"] == "0.050, 0.050, 0.050"
+    assert cells["learned"] == "no"
+
+
+def test_a_loss_below_the_entropy_is_explained():
+    above = many_and_few(0.07, 0.3)["above"]
+    assert "by heart allows" not in finding("A11", "holds with a condition")
+    above["few"]["read"] = [-0.7]
+    assert "70.0% below the entropy on what it has read (which only" in finding(
+        "A11", "holds with a condition", above=above
+    )
+
+
+def test_what_training_does_not_make_structured_is_told():
+    curves = NUMBERS["A12"]["holds"]["attention"] | {DECISIVE[1]: [[0.0, 0.01, 0.02]] * 3}
+    assert f"by less than 0.1 in *{DECISIVE[1]}*" in finding("A12", "holds", attention=curves)
+    assert "by less than" not in finding("A12", "holds")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def corpus():
     """A small one, in which words are several tokens."""
@@ -144,6 +212,19 @@ def test_decisive_words_are_told_apart_by_their_partners(corpus):
     assert seen == {*DECISIVE}
 
 
+def test_what_agrees_with_the_partner_is_an_earlier_form_of_the_same_number(corpus):
+    found = 0
+    for tale in tales("train", 60, decisive=True):
+        for site in (site for site in tale.sites if site.relation == "pronoun that agrees"):
+            forms = tale.story.cast["thing"].forms
+            agreeing = "|".join(forms[form].text for form in ("was", "is", "it"))
+            assert all(key <= site.row for key in site.agreeing)
+            text = corpus.tokenizer.decode([tale.ids[key] for key in site.agreeing])
+            assert re.fullmatch(f"( ?({agreeing}))+", text), text
+            found += 1
+    assert found > 5
+
+
 def test_a_look_is_what_loops_over_the_weights_find(model):
     (tale,) = tales("train", 1, decisive=True)
     maps = attention_of(model, torch.tensor([tale.ids]))
@@ -154,14 +235,15 @@ def test_a_look_is_what_loops_over_the_weights_find(model):
         for site in (site for site in tale.sites if site.relation == relation):
             distances = [site.row - key for key in site.partner]
             elsewhere = [[weights[r][r - d] for r in range(d, len(weights)) if r != site.row] for d in distances]
-            sums = [sum(weights[site.row][key] for key in keys) for keys in (site.partner, site.other)]
-            rows.append((sums[0], sum(mean(values) for values in elsewhere), sums[1]))
+            all_keys = site.partner, site.other, site.agreeing
+            partner, *rest = (sum(weights[site.row][key] for key in keys) for keys in all_keys)
+            rows.append((partner, sum(mean(values) for values in elsewhere), *rest))
         expected = [mean(column) for column in zip(*rows, strict=True)]
         assert seen[relation][:, head].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_excess_is_above_the_larger_control():
-    masses = torch.tensor([[0.9, 0.5, 0.4], [0.8, 0.1, 0.0], [0.0, 0.3, 0.1]])
+    masses = torch.tensor([[0.9, 0.5, 0.4], [0.8, 0.1, 0.0], [0.0, 0.3, 0.1], [1.0, 1.0, 1.0]])
     assert relations.excess(masses).tolist() == pytest.approx([0.1, 0.2, 0.3])
 
 

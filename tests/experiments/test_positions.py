@@ -54,6 +54,15 @@ def test_each_part_of_a_rule_decides(id, verdict, numbers):
     check_rule(CLAIMS, id, verdict, numbers)
 
 
+def test_which_condition():
+    separable, faint = CLAIMS
+    assert "the word alone. " in separable.finding(probes(at_8=0.1, position=0.5, word=0.99))
+    assert "the position alone. " in separable.finding(probes(at_8=0.1, position=0.99, word=0.5))
+    assert "width is not the reason" in separable.finding(probes(at_8=0.97, position=0.99, word=0.99))
+    said = faint.finding(ratios(scaled=0.1, plain=3.0))
+    assert "these cases alone: start, with √d_model; trained, with √d_model. " in said
+
+
 def test_the_spread_is_within_a_variant():
     assert widest({"one": [1.0, 1.2], "other": [9.0, 9.1]}) == pytest.approx(0.2)
 

@@ -27,7 +27,7 @@ def parallel(rnn: list[float], attention: list[float], projections: list[float],
 BACK, DISTANCES = [1, 2, 4, 8, 16, 32], [8, 128]
 
 
-def far(attention: list[float], same: list[float] | None = None, recalled: float = 1.0) -> dict:
+def far(attention: list[float], same: list[float] | None = None, recalled: float = 1.0, opened: float = 0.1) -> dict:
     fading = [0.6 ** (k - 1) for k in BACK]
     return {
         "back": BACK,
@@ -37,6 +37,7 @@ def far(attention: list[float], same: list[float] | None = None, recalled: float
         "recalled": {
             "RNN": [[1.0, 0.9, 0.3], [0.1, 0.2, 0.1]],
             "LSTM": [[1.0, 1.0, 1.0], [0.1, 0.2, 0.3]],
+            "LSTM, gate open": [[1.0, 1.0, 1.0], [opened] * 3],
             "attention": [[1.0, 1.0, 1.0], [1.0, recalled, 1.0]],
         },
     }
@@ -72,6 +73,38 @@ def test_the_rule_decides(id, verdict, numbers):
 )
 def test_each_half_of_a_claim_can_refute_it(claim, numbers):
     assert claim.verdict(numbers) == "does not hold"
+
+
+def test_the_better_lstm_counts():
+    claim, level = CLAIMS[1], [1.0] * 6
+    assert claim.verdict(far(level, opened=0.95)) == "does not hold"  # it reaches as far as attention
+    for opened, verdict in ((0.1, "holds"), (0.5, "does not hold")):  # whose gradient lasts, and which recalls more
+        numbers = far(level, opened=opened)
+        numbers["gradients"]["LSTM, gate open"] = level
+        assert claim.verdict(numbers) == verdict
+
+
+def test_a_recurrent_step_that_grows_little_is_a_condition():
+    waiting = parallel([0.01, 0.015], [0.02, 0.022], [0.01, 0.01])
+    assert CLAIMS[0].verdict(waiting) == "holds with a condition"
+    assert "The condition: the RNN's step does not take twice as long. " in CLAIMS[0].finding(waiting)
+
+
+def test_how_far_a_value_is_recalled():
+    told = CLAIMS[1].finding(far([1.0] * 6))
+    assert "RNN 0; LSTM 8; LSTM, gate open 8; attention 128." in told
+    assert "one bias" not in told
+    told = CLAIMS[1].finding(far([1.0] * 6, opened=0.95))
+    assert "LSTM, gate open 128; attention 128. So not distance alone" in told
+
+
+def test_an_open_gate_is_a_bias_of_three_and_nothing_else():
+    biases = []
+    for name in ("LSTM", "LSTM, gate open"):
+        torch.manual_seed(0)
+        biases.append(language_model(name, 8, 4).body.bias_ih_l0.tolist())
+    shut, opened = biases
+    assert opened == shut[:4] + [3.0] * 4 + shut[8:]  # input, forget, cell, output
 
 
 def test_the_longest_chain_counts_what_waits():

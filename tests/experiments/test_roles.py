@@ -69,6 +69,11 @@ def test_without_symmetry_or_without_a_learner_there_are_no_three_roles():
         assert ThreeRoles().verdict(numbers) == "does not hold"
 
 
+def test_one_tie_or_both_are_not_worse():
+    for losses, words in (((2.2, 2.21, 2.4), "Q = K is not"), ((2.2, 2.21, 2.21), "Q = K and Q = K = V are not")):
+        assert f"on language {words} clearly worse." in ThreeRoles().finding(three_roles(0.0, 0.99, 0.6, losses))
+
+
 def tiny(change=None, **model):
     torch.manual_seed(0)
     shape = {"n_layer": 2, "n_head": 2, "d_model": 16, "d_ff": 32, "vocab_size": 40}

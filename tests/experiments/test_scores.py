@@ -63,6 +63,13 @@ def test_each_half_of_a_claim_can_refute_it(claim, numbers):
     assert claim.verdict(numbers) == "does not hold"
 
 
+def test_that_less_must_be_held_is_said_where_memory_does_not_grow_with_the_square():
+    for power, apart, fixed in ((2, False, False), (1.75, False, False), (1, True, False), (0.5, True, True)):
+        said = CLAIMS[0].finding(square(fused_bytes=power))
+        assert ("need not be held all at once" in said) == apart
+        assert ("from 512 tokens on part of the fused kernel's memory does not depend" in said) == fixed
+
+
 def test_where_the_square_takes_over():
     numbers = square()
     numbers["seconds"]["block without scores"] = [3e-3 * length / 256 for length in LENGTHS]

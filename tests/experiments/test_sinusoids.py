@@ -90,6 +90,15 @@ def test_each_part_of_a_rule_decides(id, verdict, numbers):
     check_rule(CLAIMS, id, verdict, numbers)
 
 
+def test_which_condition():
+    unique, linear, _ = CLAIMS
+    assert "any width but 2. " in unique.finding(distances(narrow=1e-6, wide=3.0))
+    assert "condition: float64. " in linear.finding(shifts(float64=1e-11, rounding=1.5))
+    assert "a matrix fits at least half of random codes too" in linear.finding(
+        shifts(float64=1e-11, rounding=0.5, random=0.1)
+    )
+
+
 @pytest.mark.parametrize("width", [2, 6, 32])
 def test_the_closest_two_of_all_pairs(width):
     n = 800
