@@ -613,8 +613,9 @@ def test_F56_torchrun_on_a_machine_without_gpus_needs_no_option(tmp_path):
     assert [record["step"] for record in metrics(tmp_path / "runs/tiny")] == list(range(1, 9))
     assert ended.stdout.count("\ndone in ") == 1
     if not torch.cuda.is_available() and hasattr(os, "sched_getaffinity"):
-        threads = max(len(os.sched_getaffinity(0)) // 2, 1)
-        assert f"device cpu, {threads} threads in each of 2 processes; ddp, the whole model in each" in ended.stdout
+        share = max(len(os.sched_getaffinity(0)) // 2, 1)
+        threads = f"{share} thread{'s' * (share > 1)}"
+        assert f"device cpu, {threads} in each of 2 processes; ddp, the whole model in each" in ended.stdout
 
 
 @pytest.mark.slow
